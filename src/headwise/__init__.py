@@ -1,0 +1,13 @@
+"""headwise: the multi-head attention layer that PyTorch users switch to.
+
+`headwise.MultiheadAttention` takes the place of `torch.nn.MultiheadAttention`, weights and all. Importing this loads torch
+and the standard library only.
+"""
+
+from headwise.core import masks
+from headwise.core.functional import attention, attention_weights, explain
+from headwise.core.multihead import MultiheadAttention
+
+__version__ = "0.1.0"
+
+__all__ = ["MultiheadAttention", "attention", "attention_weights", "explain", "masks"]

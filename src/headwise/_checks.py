@@ -1,0 +1,54 @@
+"""One form for every error, and one door for optional dependencies.
+
+An error names the function, the argument, the rule, what came and the sizes of all tensors involved:
+
+    attention: key must be as wide as query; got 32 (query (2, 8, 5, 64), key (2, 8, 7, 32))
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from torch import Tensor
+
+
+def invalid(function: str, argument: str, rule: str, got: object, **tensors: Tensor | None) -> ValueError:
+    """Build, not raise, the error for a caller's mistake.
+
+    Args:
+        function: the public name that was called.
+        argument: the argument at fault.
+        rule: what it must do or be; reads after "must", and ends with the cure where there is one.
+        got: what came instead.
+        tensors: the other tensors of the call; each is shown with its shape, None is left out.
+
+    Returns:
+        The error, so that the call site reads `raise invalid(...)` and type checkers see where the path ends.
+    """
+    shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items() if tensor is not None)
+    return ValueError(f"{function}: {argument} must {rule}; got {got}" + (f" ({shapes})" if shapes else ""))
+
+
+def need(module: str, extra: str) -> ModuleType:
+    """Import an optional dependency, or say which extra brings it.
+
+    Args:
+        module: the module to import, `"matplotlib.figure"` for instance.
+        extra: the name of headwise's extra that installs it.
+
+    Returns:
+        The imported module.
+
+    Raises:
+        ImportError: it is not installed; the message holds the command that installs it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != module.partition(".")[0]:
+            raise  # the module is there, something it needs is not: its own message is the right one
+        raise ImportError(
+            f"headwise needs {module.partition('.')[0]} for this; install it with: pip install 'headwise[{extra}]'",
+            name=module,
+        ) from error

@@ -1,0 +1,1 @@
+"""Attention itself: masks, backends, the functions and the module. Imports nothing else of headwise."""

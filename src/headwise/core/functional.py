@@ -1,0 +1,299 @@
+"""Attention as functions: checked once at the door, lowered once, one backend chosen.
+
+Letters: B batch, H query heads, G key/value heads, L query positions, S key positions, K head width, V value width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from headwise._checks import invalid
+from headwise.core.backends import BACKENDS, PLAIN, Backend, Request, choose, softmax_scores
+from headwise.core.masks import NOTHING_HIDDEN, Mask, Size, lower, visible_keys
+
+__all__ = ["Explanation", "attention", "attention_weights", "explain"]
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Mix, for each query, the values of the keys it may see.
+
+        score[b,h,l,s] = softcap(scale * query[b,h,l] . key[b,g,s]) + bias,   g = h // (H / G)
+        out[b,h,l]     = sum_s softmax_s(score[b,h,l])[s] * value[b,g,s]
+
+    Args:
+        query: (B, H, L, K), float16 | bfloat16 | float32 | float64.
+        key: (B, G, S, K), the query's dtype and device; H % G == 0.
+        value: (B, G, S, V), likewise; V is usually K, and has to be for the fast kernel.
+        mask: which keys a query may see, from `headwise.masks`. None: all.
+        scale: factor on the scores, no unit. None: 1 / sqrt(K).
+        dropout: probability in [0, 1] on the weights, drawn from torch's generator; pass 0 outside training.
+        softcap: bounds the scaled scores to +-softcap by tanh, before the mask. None: unbounded.
+        sink: (H,), one more logit per head that takes weight and gives no value. None: none.
+        backend: "sdpa" or "plain" to insist. None: chosen by `explain`'s rules.
+
+    Returns:
+        (B, H, L, V) in the query's dtype. A query that sees no key gives exactly 0, with gradient 0. Keys hidden from
+        every query of a sample (padding) have no influence even if they hold NaN or Inf. L, S or B of 0 are legal.
+
+    Raises:
+        ValueError: ranks, sizes, dtypes or devices disagree, dropout outside [0, 1], a mask that is not a Mask or does
+            not fit, an unknown backend or one that cannot take the call (its reasons are listed).
+
+    Cost: 2*B*H*L*S*(K + V) FLOPs forward; "plain" holds B*H*L*S weights, "sdpa" on CPU and GPU only blocks of them.
+    Source: arXiv 1706.03762 section 3.2.1; grouped heads arXiv 2305.13245; the checks and rules are ours.
+    Checked in: tests/oracle/test_backends.py.
+
+    Example:
+        >>> import torch
+        >>> from headwise import attention, masks
+        >>> q, k, v = torch.randn(3, 2, 8, 5, 16).unbind(0)
+        >>> attention(q, k, v, mask=masks.causal() & masks.padding([5, 3])).shape
+        torch.Size([2, 8, 5, 16])
+    """
+    if not 0 <= dropout <= 1:
+        raise invalid("attention", "dropout", "be in [0, 1]", dropout, query=query, key=key)
+    request = _request("attention", query, key, value, mask, scale, softcap, sink)._replace(dropout=dropout)
+    return run(request, _named("attention", backend, request))
+
+
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    *,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    average_attn_weights: bool = False,
+) -> Tensor:
+    """The weights that `attention` mixes values with; its twin, with the same arguments.
+
+    Args:
+        query: (B, H, L, K).
+        key: (B, G, S, K), H % G == 0.
+        mask: as in `attention`.
+        scale: as in `attention`.
+        softcap: as in `attention`.
+        sink: as in `attention`.
+        average_attn_weights: True averages over heads.
+
+    Returns:
+        (B, H, L, S), or (B, L, S) averaged; float32 for 16-bit inputs, else the query's dtype. Before dropout. Rows sum
+        to 1, to less with a sink, to 0 where no key is visible.
+
+    Raises:
+        ValueError: as `attention`.
+
+    Cost: 2*B*H*L*S*K FLOPs and B*H*L*S numbers; averaged without gradients, B*L*S numbers and one head at a time.
+    Source: as `attention`.
+
+    Example:
+        >>> import torch
+        >>> from headwise import attention_weights
+        >>> attention_weights(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 5, 4))[0, 0, 0]
+        tensor([0.2000, 0.2000, 0.2000, 0.2000, 0.2000])
+    """
+    request = _request("attention_weights", query, key, None, mask, scale, softcap, sink)
+    if average_attn_weights:
+        return PLAIN.run_with_average(request._replace(value=key[..., :0]))[1]
+    weight, dead = softmax_scores(request)
+    return weight if dead is None else weight.masked_fill(dead, 0)
+
+
+class Explanation(NamedTuple):
+    """What `attention` would do with a call.
+
+    Attributes:
+        backend: the name of the backend that runs.
+        refused: for each other backend, why it does not.
+    """
+
+    backend: str
+    refused: dict[str, list[str]]
+
+    def __str__(self) -> str:
+        lines = [f"{self.backend} runs"]
+        lines += [f"{name} does not: " + "; ".join(reasons) for name, reasons in self.refused.items()]
+        return "\n".join(lines)
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+    backend: str | None = None,
+) -> Explanation:
+    """Say which backend `attention` runs for a call, and why each other one does not.
+
+    Args:
+        query: as in `attention`, and likewise all that follow.
+        key: see `attention`.
+        value: see `attention`.
+        mask: see `attention`.
+        scale: see `attention`.
+        dropout: see `attention`.
+        softcap: see `attention`.
+        sink: see `attention`.
+        backend: see `attention`.
+
+    Returns:
+        The backend's name and the others' reasons; `print` it.
+
+    Raises:
+        ValueError: as `attention`.
+
+    Cost: none of attention's work; a mask is lowered.
+
+    Example:
+        >>> import torch
+        >>> from headwise import explain
+        >>> x = torch.randn(1, 2, 128, 16)
+        >>> print(explain(x, x, x, softcap=30.0))
+        plain runs
+        sdpa does not: softcap changes the scores, which the kernel keeps to itself
+    """
+    if not 0 <= dropout <= 1:
+        raise invalid("explain", "dropout", "be in [0, 1]", dropout, query=query, key=key)
+    request = _request("explain", query, key, value, mask, scale, softcap, sink)._replace(dropout=dropout)
+    chosen = _named("explain", backend, request)
+    refused = {}
+    for other in BACKENDS:
+        if other is not chosen:
+            refused[other.name] = other.why_not(request) or [
+                "another was asked for"
+                if backend is not None
+                else "many short heads in inference: a fused kernel's set-up costs more than it saves"
+                if other is not PLAIN
+                else "it holds all the weights, the other does not"
+            ]
+    return Explanation(chosen.name, refused)
+
+
+def run(request: Request, backend: Backend | None = None) -> Tensor:
+    """Run a request on a backend, or on the one `choose` picks."""
+    return (choose(request) if backend is None else backend).run(request)
+
+
+def prepare(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | None,
+    scale: float | None = None,
+    *,
+    dropout: float = 0.0,
+    drop: Callable[[Tensor], Tensor] | None = None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+) -> Request:
+    """Lower the mask and silence the keys that no query of a sample may see; sizes are the caller's to check.
+
+    A hidden NaN would reach every output: 0 * NaN is NaN. Such keys and values become 0, which also stops the gradient.
+    """
+    lowered = NOTHING_HIDDEN
+    if mask is not None:
+        B, H, L, _ = query.shape
+        size = Size(B, H, L, key.shape[-2], query.device)
+        lowered = lower(mask, size, query.dtype)
+        keys = visible_keys(mask, size)
+        if keys is not None:
+            key, value = _silence(keys, key, value)
+    if scale is None:
+        scale = 1 / math.sqrt(query.shape[-1])
+    return Request(query, key, value, lowered, scale, dropout, drop, softcap, sink)
+
+
+def _silence(keys: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    G, H = key.shape[1], keys.shape[1]
+    if H not in (1, G):  # a shared key is silent only if all its query heads hide it
+        keys = keys.unflatten(1, (G, H // G)).any(dim=2)
+    hidden = ~keys.transpose(-1, -2)
+    return key.masked_fill(hidden, 0), value.masked_fill(hidden, 0)
+
+
+def _request(
+    function: str,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    mask: Mask | None,
+    scale: float | None,
+    softcap: float | None,
+    sink: Tensor | None,
+) -> Request:
+    """Check everything, then prepare. `value` None stands for a key-only call."""
+    named = {"query": query, "key": key} | ({} if value is None else {"value": value})
+    for name, tensor in named.items():
+        if not isinstance(tensor, Tensor):
+            raise invalid(function, name, "be a tensor", type(tensor).__name__)
+    shapes = {f"{name}": tensor for name, tensor in named.items()}
+    for name, tensor in named.items():
+        if tensor.dim() != 4:
+            raise invalid(function, name, "be 4-D, (B, heads, length, width)", f"{tensor.dim()}-D", **shapes)
+        if not tensor.is_floating_point():
+            raise invalid(function, name, "be floating", tensor.dtype, **shapes)
+        if tensor.dtype != query.dtype or tensor.device != query.device:
+            rule = f"have the query's dtype and device ({query.dtype}, {query.device})"
+            raise invalid(function, name, rule, f"{tensor.dtype}, {tensor.device}", **shapes)
+        if tensor.shape[0] != query.shape[0]:
+            raise invalid(function, name, f"have the query's batch size {query.shape[0]}", tensor.shape[0], **shapes)
+    (_, H, _, K), (_, G, S, key_width) = query.shape, key.shape
+    if key_width != K:
+        raise invalid(function, "key", f"be as wide as the query, {K}", key_width, **shapes)
+    if G == 0 or H % G:
+        raise invalid(function, "key", f"have a number of heads that divides the query's {H}", G, **shapes)
+    if value is not None and value.shape[1:3] != key.shape[1:3]:
+        rule = f"have the key's heads and length, {(G, S)}"
+        raise invalid(function, "value", rule, tuple(value.shape[1:3]), **shapes)
+    if mask is not None and not isinstance(mask, Mask):
+        rule = "be a Mask of headwise.masks; wrap a bool tensor (True may attend) in masks.dense, scores in masks.bias"
+        raise invalid(function, "mask", rule, type(mask).__name__, **shapes)
+    if scale is not None and not math.isfinite(scale):
+        raise invalid(function, "scale", "be finite", scale, **shapes)
+    if softcap is not None and not softcap > 0:
+        raise invalid(function, "softcap", "be greater than 0", softcap, **shapes)
+    if sink is not None and (not isinstance(sink, Tensor) or tuple(sink.shape) != (H,)):
+        raise invalid(function, "sink", f"be a tensor of one logit per query head, ({H},)", getattr(sink, "shape", sink))
+    return prepare(query, key, key if value is None else value, mask, scale, softcap=softcap, sink=sink)
+
+
+def _named(function: str, name: str | None, request: Request) -> Backend:
+    if name is None:
+        return choose(request)
+    for backend in BACKENDS:
+        if backend.name == name:
+            reasons = backend.why_not(request)
+            if reasons:
+                raise invalid(
+                    function,
+                    "backend",
+                    f"take this call, and {name} does not: " + "; ".join(reasons),
+                    repr(name),
+                    query=request.query,
+                    key=request.key,
+                )
+            return backend
+    known = " or ".join(repr(backend.name) for backend in BACKENDS)
+    raise invalid(function, "backend", f"be {known}, or None to let headwise choose", repr(name))

@@ -1,0 +1,445 @@
+"""`MultiheadAttention`: torch's constructor, call and `state_dict`, one answer on every path.
+
+Letters: B batch, H heads, L query positions, S key positions, D model width, K head width.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
+
+from headwise._checks import invalid
+from headwise.core.backends import PLAIN, eager
+from headwise.core.functional import prepare, run
+from headwise.core.masks import Mask, Size, appended, read_torch, visible_keys
+from headwise.core.projections import ProjectedAttention, is_hooked
+
+__all__ = ["Attend", "MultiheadAttention"]
+
+_NAME = "MultiheadAttention"
+
+
+class Attend(nn.Module):
+    """The attention inside a module, without parameters: receives the final queries, keys, values and mask.
+
+    A forward pre-hook on it sees `(query (B, H, L, K), key (B, G, S, K), value, mask)` of every call, whichever kernel
+    runs; `headwise.attention_weights(query, key, mask=mask)` gives the weights. `key` includes `bias_k` and the zero key.
+    """
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Mask | None = None,
+        *,
+        dropout: float = 0.0,
+        drop: Callable[[Tensor], Tensor] | None = None,
+        need_weights: bool = False,
+        average_attn_weights: bool = True,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Output (B, H, L, K), and weights (B, L, S), or (B, H, L, S) not averaged, or None."""
+        request = prepare(query, key, value, mask, dropout=dropout, drop=drop)
+        if not need_weights:
+            return run(request), None
+        return PLAIN.run_with_average(request) if average_attn_weights else PLAIN.run_with_weights(request)
+
+
+class MultiheadAttention(ProjectedAttention):
+    """Multi-head attention, a drop-in for `torch.nn.MultiheadAttention`.
+
+        out = out_proj(concat_h(softmax(q_h k_h^T / sqrt(K) + masks) v_h)),   q = q_proj(query), and so on
+
+    Args:
+        embed_dim: D, width of query and output; num_heads must divide it.
+        num_heads: H, at least 1; the head width is K = D / H.
+        dropout: probability in [0, 1] on the attention weights, in training.
+        bias: adds a bias to all four projections.
+        add_bias_kv: appends one learned key and value (`bias_k`, `bias_v`) that every query sees.
+        add_zero_attn: appends a key and value of zeros that every query sees.
+        kdim: width of the keys. None: embed_dim.
+        vdim: width of the values. None: embed_dim.
+        batch_first: True reads (B, L, D), False (L, B, D).
+        device: of the parameters. None: torch's default.
+        dtype: of the parameters. None: torch's default.
+        average_attn_weights: what `forward` does while its own argument is None.
+        fused_qkv: True holds the input projections as torch's Parameters with one product, False as three `nn.Linear`.
+
+    Raises:
+        ValueError: sizes below 1, num_heads that does not divide embed_dim, dropout outside [0, 1].
+
+    Parameters by name are those of `ProjectedAttention`; `state_dict` has torch's keys in both layouts.
+
+    Children: `attn_dropout` (its own `training` flag decides; anything but an unhooked `nn.Dropout` is called on the
+    weights) and `attend`, which hooks can watch.
+
+    Unlike torch: a query that sees no key gives `out_proj.bias`, never NaN; `is_causal` works alone and always holds;
+    masks may be per sample or 4-D and mix dtypes; weights are returned before dropout; train and eval run the same
+    code; `out_proj` is called, so hooks and adapters on it work. Not a subclass of torch's.
+
+    Cost: 8*B*L*D^2 + 4*B*L*S*D FLOPs forward for L = S.
+    Source: arXiv 1706.03762 section 3.2.2.
+    Checked in: tests/parity, tests/contract/test_semantics.py.
+
+    Example:
+        >>> import torch
+        >>> from headwise import MultiheadAttention
+        >>> mha = MultiheadAttention(64, 4, batch_first=True)
+        >>> x = torch.randn(10, 20, 64)
+        >>> out, weights = mha(x, x, x, average_attn_weights=False)
+        >>> out.shape, weights.shape
+        (torch.Size([10, 20, 64]), torch.Size([10, 4, 20, 20]))
+    """
+
+    # torch's encoder layers read this before they bypass their self_attn in eval; ours must always be called
+    _qkv_same_embed_dim = False
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        average_attn_weights: bool = True,
+        fused_qkv: bool = False,
+    ) -> None:
+        super().__init__()
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "kdim": kdim, "vdim": vdim}
+        for name, value in sizes.items():
+            if (value is not None or name in ("embed_dim", "num_heads")) and not (_is_int(value) and value > 0):
+                raise invalid(_NAME, name, "be an int of at least 1", repr(value))
+        if embed_dim % num_heads:
+            nearest = embed_dim // num_heads * num_heads or num_heads
+            rule = f"be a multiple of num_heads {num_heads}, such as {nearest} or {nearest + num_heads}"
+            raise invalid(_NAME, "embed_dim", rule, embed_dim)
+        self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
+        self.kdim = embed_dim if kdim is None else kdim
+        self.vdim = embed_dim if vdim is None else vdim
+        self.batch_first, self.add_zero_attn = batch_first, add_zero_attn
+        self.average_attn_weights = average_attn_weights
+        self._warned_of_zero_one = False
+        self._build_projections(bias=bias, fused=fused_qkv, add_bias_kv=add_bias_kv, device=device, dtype=dtype)
+        self.attn_dropout: nn.Module = nn.Dropout(_probability(dropout))
+        self.attend = Attend()
+        self.reset_parameters()
+
+    @property
+    def dropout(self) -> float | None:
+        """Probability of `attn_dropout`; None if that child was replaced by a module without one."""
+        return getattr(self.attn_dropout, "p", None)
+
+    @dropout.setter
+    def dropout(self, probability: float) -> None:
+        self.attn_dropout.p = _probability(probability)  # type: ignore[assignment]
+
+    def extra_repr(self) -> str:
+        """torch's arguments where they differ from the default, and the widths always."""
+        said = [f"{self.embed_dim}, num_heads={self.num_heads}, batch_first={self.batch_first}"]
+        has_bias = self.out_proj.bias is not None
+        for shown, text in (
+            (self.kdim != self.embed_dim, f"kdim={self.kdim}"),
+            (self.vdim != self.embed_dim, f"vdim={self.vdim}"),
+            (not has_bias, "bias=False"),
+            (self.bias_k is not None, "add_bias_kv=True"),
+            (self.add_zero_attn, "add_zero_attn=True"),
+            (not self.average_attn_weights, "average_attn_weights=False"),
+            (self.fused_qkv, "fused_qkv=True"),
+        ):
+            if shown:
+                said.append(text)
+        return ", ".join(said)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool | None = None,
+        is_causal: bool = False,
+        *,
+        query_padding_mask: Tensor | None = None,
+        mask: Mask | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend from `query` to `key` and mix `value`.
+
+        Args:
+            query: (B, L, D) with `batch_first`, (L, B, D) without, (L, D) unbatched; the parameters' dtype.
+            key: (B, S, kdim), (S, B, kdim) or (S, kdim).
+            value: (B, S, vdim), (S, B, vdim) or (S, vdim).
+            key_padding_mask: (B, S), or (S,) unbatched; bool with True = padding, or floating and added.
+            need_weights: False returns None for the weights and lets the fused kernel run.
+            attn_mask: bool with True = may not attend, or floating and added; (L, S), (B*H, L, S), (B, L, S), (1, L, S)
+                or 4-D that broadcasts to (B, H, L, S).
+            average_attn_weights: True averages the returned weights over heads, False gives each head's. None: what the
+                constructor was told.
+            is_causal: query l sees keys 0 .. l only, beside all other masks; needs no `attn_mask`.
+            query_padding_mask: (B, L), or (L,) unbatched; bool with True = padding: output and weights there are exactly
+                0, the output bias included.
+            mask: a Mask of `headwise.masks` (True may attend), intersected with the above.
+
+        Returns:
+            Output shaped as `query`, and the weights (B, L, S) or (B, H, L, S), without B if unbatched, before dropout;
+            S counts `bias_k` and the zero key too. A query that sees no key has attention 0 (the output is then
+            `out_proj.bias`), weights 0 and gradients 0. What padding holds, NaN included, has no influence.
+
+        Raises:
+            ValueError: ranks, widths, lengths, dtypes or devices that do not fit, with all sizes; integer masks.
+
+        Warns:
+            UserWarning: once per module, on the CPU in eager mode, for a floating mask of zeros and ones only.
+
+        Cost: see the class; averaged weights hold one head at a time when no gradient is needed.
+        """
+        given = (query, key, value)
+        batched = _check_inputs(self, query, key, value, key_padding_mask, attn_mask, query_padding_mask, mask)
+        if not batched:
+            batch_dim = 0 if self.batch_first else 1
+            query, key, value = _once(lambda t: t.unsqueeze(batch_dim), query, key, value)
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+            query_padding_mask = None if query_padding_mask is None else query_padding_mask.unsqueeze(0)
+        joined = _join_masks(self, key_padding_mask, attn_mask, is_causal, mask)
+        if torch.is_grad_enabled() and (joined is not None or query_padding_mask is not None):
+            query, key, value = _still(self, query, key, value, joined, query_padding_mask)
+        q, k, v, extra = self._heads(query, key, value)
+        dropout, drop = _dropout_of(self.attn_dropout)
+        average = self.average_attn_weights if average_attn_weights is None else average_attn_weights
+        out, weights = self.attend(
+            q, k, v, appended(joined, extra), dropout=dropout, drop=drop,
+            need_weights=need_weights, average_attn_weights=average,
+        )  # fmt: skip
+        out = self.out_proj((out.transpose(1, 2) if self.batch_first else out.permute(2, 0, 1, 3)).flatten(2))
+        if query_padding_mask is not None:
+            out = out.masked_fill((query_padding_mask if self.batch_first else query_padding_mask.T)[..., None], 0)
+        if weights is not None:
+            weights = weights.to(given[0].dtype)
+            if query_padding_mask is not None:
+                rows = query_padding_mask[:, :, None]
+                weights = weights.masked_fill(rows if average else rows[:, None], 0)
+            weights = weights if batched else weights.squeeze(0)
+        return (out if batched else out.squeeze(0 if self.batch_first else 1)), weights
+
+    def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+        """Projected and split: q (B, H, L, K), k and v (B, H, S, K), and how many keys of our own end them."""
+        q, k, v = (
+            t.view(*t.shape[:2], t.shape[-1] // self.head_dim, self.head_dim)
+            for t in self._project(query, key, value)
+        )
+        if self.batch_first:
+            q_BHLK, k_BHSK, v_BHSK = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        else:
+            q_BHLK, k_BHSK, v_BHSK = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
+        if self.bias_k is None and not self.add_zero_attn:
+            return q_BHLK, k_BHSK, v_BHSK, 0
+        B, H, _, K = k_BHSK.shape
+        keys, values = [k_BHSK], [v_BHSK]
+        if self.bias_k is not None and self.bias_v is not None:
+            keys.append(self.bias_k.to(k.dtype).view(1, H, 1, K).expand(B, H, 1, K))
+            values.append(self.bias_v.to(v.dtype).view(1, H, 1, K).expand(B, H, 1, K))
+        if self.add_zero_attn:
+            keys.append(k.new_zeros(B, H, 1, K))
+            values.append(v.new_zeros(B, H, 1, K))
+        return q_BHLK, torch.cat(keys, dim=2), torch.cat(values, dim=2), len(keys) - 1
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _probability(value: float) -> float:
+    if not 0 <= value <= 1:
+        raise invalid(_NAME, "dropout", "be in [0, 1]", value)
+    return value
+
+
+def _dropout_of(child: nn.Module) -> tuple[float, Callable[[Tensor], Tensor] | None]:
+    """A probability where the kernel can draw it, else the module to call on the weights."""
+    if type(child) is nn.Dropout and not is_hooked(child):
+        return (child.p if child.training else 0.0), None
+    return 0.0, child
+
+
+def _once(
+    change: Callable[[Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Change each distinct tensor once, so that self-attention stays recognisable by identity."""
+    new_query = change(query)
+    new_key = new_query if key is query else change(key)
+    return new_query, new_key, (new_key if value is key else new_query if value is query else change(value))
+
+
+def _join_masks(
+    module: MultiheadAttention,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+    is_causal: bool,
+    mask: Mask | None,
+) -> Mask | None:
+    if key_padding_mask is None and attn_mask is None and not is_causal:
+        return mask
+    if not module._warned_of_zero_one:
+        for name, given in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
+            if given is not None and _zeros_and_ones(given):
+                module._warned_of_zero_one = True
+                warnings.warn(
+                    f"{_NAME}: the floating {name} holds only 0 and 1, which are added to the scores and hide nothing; "
+                    f"if 1 means 'may not attend' pass {name}.bool(), if it means 'may attend' pass {name} == 0",
+                    stacklevel=4,
+                )
+    joined = read_torch(_NAME, attn_mask, key_padding_mask, is_causal)
+    assert joined is not None
+    return joined if mask is None else joined & mask
+
+
+def _zeros_and_ones(mask: Tensor) -> bool:
+    if not mask.is_floating_point() or mask.device.type != "cpu" or not eager() or mask.numel() == 0:
+        return False
+    if type(mask) not in (Tensor, nn.Parameter) or _len_torch_dispatch_stack():
+        return False
+    mask = mask.detach()
+    if mask[(0,) * (mask.dim() - 1) + (-1,)].item() not in (0.0, 1.0):
+        return False  # one cheap look settles causal masks and biases
+    low, high = mask.aminmax()
+    return low.item() == 0 and high.item() == 1 and bool(((mask == 0) | (mask == 1)).all())
+
+
+def _still(
+    module: MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    joined: Mask | None,
+    query_padding_mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Set to 0 what is padding in every role it plays: a NaN there would reach the projections' gradients (0 * NaN)."""
+    batch_first = module.batch_first
+    batch_dim, length_dim = (0, 1) if batch_first else (1, 0)
+    size = Size(query.shape[batch_dim], module.num_heads, query.shape[length_dim], key.shape[length_dim], query.device)
+    keys = visible_keys(joined, size)
+    hidden_key = None
+    if keys is not None:
+        hidden_key = ~keys.any(dim=1)[:, 0, :, None]  # (B or 1, S or 1, 1)
+    hidden_query = None if query_padding_mask is None else query_padding_mask[..., None]
+
+    def still(tensor: Tensor) -> Tensor:
+        roles = [(query, hidden_query), (key, hidden_key), (value, hidden_key)]
+        hidden = None
+        for played, where in roles:
+            if played is tensor:
+                if where is None:
+                    return tensor
+                hidden = where if hidden is None else hidden & where
+        assert hidden is not None
+        return tensor.masked_fill(hidden if batch_first else hidden.transpose(0, 1), 0)
+
+    return _once(still, query, key, value)
+
+
+def _check_inputs(
+    module: MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+    query_padding_mask: Tensor | None,
+    mask: Mask | None,
+) -> bool:
+    """Whether the input is batched; raises at whatever could not be computed, or would be computed wrongly."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor) or tensor.is_nested:
+            raise invalid(_NAME, name, "be a strided tensor", type(tensor).__name__)
+    ranks = (query.dim(), key.dim(), value.dim())
+    shapes: dict[str, Any] = {"query": query, "key": key, "value": value}
+    if ranks not in ((3, 3, 3), (2, 2, 2)):
+        raise invalid(_NAME, "query, key and value", "be all 3-D, or all 2-D for one sample", ranks, **shapes)
+    for name, tensor, width in (
+        ("query", query, module.embed_dim), ("key", key, module.kdim), ("value", value, module.vdim)
+    ):  # fmt: skip
+        if tensor.shape[-1] != width:
+            raise invalid(_NAME, name, f"be {width} wide", tensor.shape[-1], **shapes)
+    batched = ranks[0] == 3
+    if key is not value and key.shape[:-1] != value.shape[:-1]:
+        raise invalid(_NAME, "value", "have the key's batch size and length", tuple(value.shape), **shapes)
+    if batched and key is not query:
+        batch, other = (0, 1) if module.batch_first else (1, 0)
+        if query.shape[batch] != key.shape[batch]:
+            hint = _layout_hint(module) if query.shape[other] == key.shape[other] else ""
+            raise invalid(_NAME, "key", f"have the query's batch size {query.shape[batch]}{hint}", key.shape[batch], **shapes)
+    _check_kind(module, shapes)
+    if key_padding_mask is not None or attn_mask is not None or query_padding_mask is not None or mask is not None:
+        _check_masks(module, shapes, batched, key_padding_mask, attn_mask, query_padding_mask, mask)
+    return batched
+
+
+def _check_kind(module: MultiheadAttention, shapes: dict[str, Any]) -> None:
+    """dtype and device, against the output projection while that is an ordinary one."""
+    out_proj = module._modules["out_proj"]
+    weight = None if out_proj is None else out_proj._parameters.get("weight")
+    query = shapes["query"]
+    if weight is None or not weight.is_floating_point():
+        weight = query
+    for name, tensor in shapes.items():
+        if tensor is query and name != "query":
+            continue
+        if tensor.dtype != weight.dtype and not torch.is_autocast_enabled(tensor.device.type):
+            rule = f"have the parameters' dtype {weight.dtype}; convert it, or the module with .to({tensor.dtype})"
+            raise invalid(_NAME, name, rule, tensor.dtype, **shapes)
+        if tensor.device != weight.device:
+            raise invalid(_NAME, name, f"be on the parameters' device {weight.device}", tensor.device, **shapes)
+
+
+def _layout_hint(module: MultiheadAttention) -> str:
+    other = not module.batch_first
+    layout = "(B, L, D)" if module.batch_first else "(L, B, D)"
+    return f" (read as {layout}; these sizes fit batch_first={other})"
+
+
+def _check_masks(
+    module: MultiheadAttention,
+    shapes: dict[str, Any],
+    batched: bool,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+    query_padding_mask: Tensor | None,
+    mask: Mask | None,
+) -> None:
+    query, key = shapes["query"], shapes["key"]
+    batch, length = (0, 1) if module.batch_first else (1, 0)
+    sizes = {"query_padding_mask": tuple(query.shape[:-1]), "key_padding_mask": tuple(key.shape[:-1])}
+    for name, given in (("key_padding_mask", key_padding_mask), ("query_padding_mask", query_padding_mask)):
+        if given is None:
+            continue
+        kinds = "bool" if name == "query_padding_mask" else "bool or floating"
+        if not isinstance(given, Tensor) or not (given.dtype == torch.bool or (kinds != "bool" and given.is_floating_point())):
+            raise invalid(_NAME, name, f"be a {kinds} tensor, True = padding", getattr(given, "dtype", type(given)), **shapes)
+        want = (sizes[name][batch], sizes[name][length]) if batched else sizes[name]
+        if tuple(given.shape) != want:
+            hint = _layout_hint(module) if batched and tuple(given.shape) == want[::-1] else ""
+            sides = ("(B, L)" if batched else "(L,)") if name == "query_padding_mask" else ("(B, S)" if batched else "(S,)")
+            raise invalid(_NAME, name, f"be {sides} = {want}{hint}", tuple(given.shape), **shapes)
+        if given.device != query.device:
+            raise invalid(_NAME, name, f"be on the query's device {query.device}", given.device, **shapes)
+    if mask is not None and not isinstance(mask, Mask):
+        rule = "be a Mask of headwise.masks; a bool tensor (True may attend) goes into masks.dense(keep)"
+        raise invalid(_NAME, "mask", rule, type(mask).__name__, **shapes)
+    if batched and isinstance(attn_mask, Tensor) and attn_mask.dim() in (2, 3):
+        fits = attn_mask.shape[-2:] == (query.shape[length], key.shape[length])
+        if not fits and attn_mask.shape[-2:] == (query.shape[batch], key.shape[batch]):
+            rule = f"end in (L, S) = {(query.shape[length], key.shape[length])}{_layout_hint(module)}"
+            raise invalid(_NAME, "attn_mask", rule, tuple(attn_mask.shape), **shapes)
