@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional
 
-from headwise.core.masks import Lowered, Size
+from headwise.core.masks import NOTHING_HIDDEN, Lowered, Size
 
 
 class Request(NamedTuple):
@@ -27,21 +27,23 @@ class Request(NamedTuple):
     Attributes:
         query, key, value: (B, H, L, K), (B, G, S, K), (B, G, S, V).
         mask: what is hidden and added.
-        scale: factor on the scores.
+        scale: factor on the scores; None: 1 / sqrt(K).
         dropout: probability on the weights, already 0 outside training.
         drop: a module or function called on the weights (B, H, L, S) in place of `dropout`.
         softcap, sink: as in `attention`.
+        grouped: whether G < H.
     """
 
     query: Tensor
     key: Tensor
     value: Tensor
     mask: Lowered
-    scale: float
+    scale: float | None = None
     dropout: float = 0.0
     drop: Callable[[Tensor], Tensor] | None = None
     softcap: float | None = None
     sink: Tensor | None = None
+    grouped: bool = False
 
     @property
     def size(self) -> Size:
@@ -70,16 +72,22 @@ def eager() -> bool:
 
 def transformed() -> bool:
     """Whether torch.func (vmap, grad, jvp) or forward-mode AD is at work, which fused kernels have no rules for."""
-    if torch.compiler.is_compiling():
-        return False
-    return _functorch_active() or forward_ad._current_level >= 0
+    return not torch.compiler.is_compiling() and (_IN_TRANSFORM() or forward_ad._current_level >= 0)
 
 
 def choose(request: Request) -> Backend:
     """The backend for a request: torch's SDPA, or the plain one where SDPA cannot run it or is slower."""
-    if SDPA.why_not(request) or PLAIN.faster(request):
-        return PLAIN
-    return SDPA
+    return PLAIN if SDPA.why_not(request) or PLAIN.faster(request) else SDPA
+
+
+def run_unmasked(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
+    """`choose` and `run` for heads that are not grouped, without mask or options: the call whose overhead shows."""
+    if transformed() or PLAIN.shorter(query, key, value):
+        return PLAIN.run(Request(query, key, value, NOTHING_HIDDEN, None, dropout))
+    out = functional.scaled_dot_product_attention(query, key, value, None, dropout)
+    if out.requires_grad and dropout == 0 and not torch.compiler.is_compiling():
+        _teach_double_backward(out, (query, key, value, NOTHING_HIDDEN))
+    return out
 
 
 class _Plain:
@@ -91,19 +99,22 @@ class _Plain:
         return []
 
     def faster(self, request: Request) -> bool:
-        """Whether it beats SDPA: many short heads in inference on a CPU, where a fused kernel's set-up dominates."""
+        """Whether it beats SDPA on a request that both can run."""
+        return not needs_grad(request) and self.shorter(request.query, request.key, request.value)
+
+    def shorter(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
+        """Many short heads in inference on a CPU: a fused kernel's set-up costs more than it saves."""
         if torch.compiler.is_compiling():
             return False  # first: a symbolic size must not be compared
-        query = request.query
         B, H, L, K = query.shape
         return (
             L <= _SHORT
-            and query.device.type == "cpu"
-            and query.dtype == torch.float32
-            and request.key.shape[-2] <= _SHORT
             and B * H >= _MANY_HEADS
             and K >= _WIDE_HEAD
-            and not needs_grad(request)
+            and key.shape[-2] <= _SHORT
+            and not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
+            and query.dtype == torch.float32
+            and query.device.type == "cpu"
             and eager()
         )
 
@@ -144,23 +155,26 @@ class _Sdpa:
     name = "sdpa"
 
     def why_not(self, request: Request) -> list[str]:
+        drop, softcap, sink = request[6:9]
+        in_transform = transformed()
+        if drop is None and softcap is None and sink is None and not in_transform:
+            return []  # the usual answer, early
         reasons = []
-        if request.softcap is not None:
+        if softcap is not None:
             reasons.append("softcap changes the scores, which the kernel keeps to itself")
-        if request.sink is not None:
+        if sink is not None:
             reasons.append("a sink adds a logit without a key")
-        if request.drop is not None:
+        if drop is not None:
             reasons.append("a module is called on the weights in place of dropout")
-        if transformed():
+        if in_transform:
             reasons.append("a function transform (torch.func, forward-mode AD) needs rules the kernel lacks")
         return reasons
 
     def run(self, request: Request) -> Tensor:
         query, key, value, mask, scale, dropout = request[:6]
-        grouped = query.shape[1] != key.shape[1]
-        flag, attn_mask, dead = mask.causal, None, None
+        grouped, flag, attn_mask, dead = request.grouped, mask.causal, None, None
         if mask.keep is not None or mask.bias is not None:
-            if flag and not _takes_flag_and_mask(request, grouped):
+            if flag and not _takes_flag_and_mask(request):
                 flag, mask = False, mask._replace(causal=False, keep=mask.whole_keep(request.size))
             if query.device.type != "cpu":  # torch promises 0 for a row without a key only there
                 mask, dead = revive(mask, request.size)
@@ -168,8 +182,8 @@ class _Sdpa:
         out = functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout, flag, scale=scale, enable_gqa=grouped
         )
-        if out.requires_grad and not torch.compiler.is_compiling():
-            _teach_double_backward(out, request)
+        if out.requires_grad and dropout == 0 and not torch.compiler.is_compiling():
+            _teach_double_backward(out, request[:5])
         return out if dead is None else out.masked_fill(dead, 0)
 
 
@@ -187,11 +201,12 @@ def needs_grad(request: Request) -> bool:
     """Whether autograd will keep the intermediates of this call."""
     if not torch.is_grad_enabled():
         return False
-    bias, sink = request.mask.bias, request.sink
+    query, key, value, mask = request[:4]
+    bias, sink = mask.bias, request.sink
     return (
-        request.query.requires_grad
-        or request.key.requires_grad
-        or request.value.requires_grad
+        query.requires_grad
+        or key.requires_grad
+        or value.requires_grad
         or (bias is not None and bias.requires_grad)
         or (sink is not None and sink.requires_grad)
     )
@@ -205,7 +220,8 @@ def softmax_scores(request: Request) -> tuple[Tensor, Tensor | None]:
         meaningless but finite (the caller sets what it uses of them to 0); None where that cannot happen.
     """
     query, mask = request.query, request.mask
-    score = _times_heads(query * request.scale, request.key.transpose(-1, -2))
+    scale = 1 / math.sqrt(query.shape[-1]) if request.scale is None else request.scale
+    score = _times_heads(query * scale, request.key.transpose(-1, -2))
     if score.dtype in (torch.float16, torch.bfloat16):
         score = score.float()
     if request.softcap is not None:
@@ -285,61 +301,63 @@ def revive(mask: Lowered, size: Size) -> tuple[Lowered, Tensor]:
     return Lowered(keep=~hidden | dead, bias=bias), dead
 
 
-def _takes_flag_and_mask(request: Request, grouped: bool) -> bool:
+def _takes_flag_and_mask(request: Request) -> bool:
     """torch's CPU flash kernel applies both, and skips half the work; every other kernel refuses the pair."""
     query, key, value, mask = request[:4]
-    if request.dropout > 0 or query.device.type != "cpu" or _FUSED_CHOICE is None or not eager():
+    if request.dropout > 0 or query.device.type != "cpu" or not eager():
         return False
     if type(query) is not Tensor or (mask.bias is not None and mask.bias.requires_grad):
         return False
-    choice = _FUSED_CHOICE(query, key, value, _one_mask(mask), 0.0, True, scale=request.scale, enable_gqa=grouped)
+    choice = _FUSED_CHOICE(query, key, value, _one_mask(mask), 0.0, True, scale=request.scale, enable_gqa=request.grouped)
     return bool(choice == torch.nn.attention.SDPBackend.FLASH_ATTENTION.value)
 
 
-def _teach_double_backward(out: Tensor, request: Request) -> None:
+def _teach_double_backward(out: Tensor, call: tuple[Any, ...]) -> None:
     """Give the fused kernel the second derivative it lacks, at the cost of a hook when nobody asks for one.
 
     The hook runs after the kernel's backward. With `create_graph` it replaces the gradients by those of the plain
     formula, which can be differentiated again; otherwise it lets go of the tensors it kept alive, like the node itself.
+    `call` is the beginning of a Request: query, key, value, mask and perhaps the scale.
     """
     node = out.grad_fn
-    if node is None or not node.name().startswith("ScaledDotProduct"):
-        return
-    if _SAVED_HOOKS is not None and _SAVED_HOOKS(True) is not None:
-        return  # activation checkpointing or offloading: holding the inputs would undo it
-    held: list[Request] = [request._replace(mask=_detached(request.mask))]
+    kind = type(node)
+    if kind not in _FUSED_NODES:
+        _FUSED_NODES[kind] = kind.__name__.startswith("ScaledDotProduct")
+    if not _FUSED_NODES[kind] or _SAVED_HOOKS(True) is not None:
+        return  # under activation checkpointing or offloading, to hold the inputs would undo it: torch's error stands
+    held = [call]
 
     def hook(grads: Sequence[Tensor | None], grad_outs: Sequence[Tensor]) -> Any:
         if not torch.is_grad_enabled():
-            if _KEEPS_GRAPH is not None and not _KEEPS_GRAPH():
+            if not _KEEPS_GRAPH():
                 held.clear()
             return None
         if not held:
             return None
-        inputs = held[0][:3]
+        query, key, value, mask, *scale = held[0]
+        inputs = (query, key, value)
         if any(grad is not None and grad.shape != tensor.shape for grad, tensor in zip(grads, inputs, strict=False)):
             return None  # this kernel saw its inputs padded or repeated: its own gradients stand
-        wanted = [tensor for tensor in inputs if tensor.requires_grad]
-        again = iter(torch.autograd.grad(PLAIN.run(held[0]), wanted, grad_outs[0], create_graph=True))
-        return (*(next(again) if tensor.requires_grad else None for tensor in inputs), *grads[3:])
+        if mask.bias is not None:
+            mask = mask._replace(bias=mask.bias.detach())
+        # aliases, since the inputs may depend on each other and only partial derivatives are wanted
+        aliases = [tensor.view_as(tensor) for tensor in inputs]
+        plain = PLAIN.run(Request(*aliases, mask, *scale))
+        wanted = [alias for alias in aliases if alias.requires_grad]
+        again = iter(torch.autograd.grad(plain, wanted, grad_outs[0], create_graph=True))
+        return (*(next(again) if alias.requires_grad else None for alias in aliases), *grads[3:])
 
+    assert node is not None
     node.register_hook(hook)
 
 
-def _detached(mask: Lowered) -> Lowered:
-    return mask if mask.bias is None else mask._replace(bias=mask.bias.detach())
+def _private(owner: object, name: str, otherwise: object) -> Callable[..., Any]:
+    """A private operator of torch; in a release that lacks it, an answer that takes the general path."""
+    return getattr(owner, name, lambda *_, **__: otherwise)
 
 
-def _private(owner: object, name: str) -> Callable[..., Any] | None:
-    """A private operator of torch, or None in a release that lacks it: then the general path runs."""
-    return getattr(owner, name, None)
-
-
-_FUSED_CHOICE = _private(torch, "_fused_sdp_choice")
-_KEEPS_GRAPH = _private(torch._C._autograd, "_get_current_graph_task_keep_graph")
-_SAVED_HOOKS = _private(torch._C._autograd, "_top_saved_tensors_default_hooks")
-_ACTIVE = _private(torch._C, "_are_functorch_transforms_active")
-
-
-def _functorch_active() -> bool:
-    return _ACTIVE is not None and bool(_ACTIVE())
+_FUSED_NODES: dict[type, bool] = {}  # whether an autograd node is that of a fused kernel
+_FUSED_CHOICE = _private(torch, "_fused_sdp_choice", -1)
+_KEEPS_GRAPH = _private(torch._C._autograd, "_get_current_graph_task_keep_graph", True)
+_SAVED_HOOKS = _private(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+_IN_TRANSFORM = _private(torch._C, "_are_functorch_transforms_active", False)

@@ -69,7 +69,7 @@ def attention(
     if not 0 <= dropout <= 1:
         raise invalid("attention", "dropout", "be in [0, 1]", dropout, query=query, key=key)
     request = _request("attention", query, key, value, mask, scale, softcap, sink)._replace(dropout=dropout)
-    return run(request, _named("attention", backend, request))
+    return _named("attention", backend, request).run(request)
 
 
 def attention_weights(
@@ -191,22 +191,17 @@ def explain(
     return Explanation(chosen.name, refused)
 
 
-def run(request: Request, backend: Backend | None = None) -> Tensor:
-    """Run a request on a backend, or on the one `choose` picks."""
-    return (choose(request) if backend is None else backend).run(request)
-
-
 def prepare(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    mask: Mask | None,
+    mask: Mask | None = None,
     scale: float | None = None,
-    *,
     dropout: float = 0.0,
     drop: Callable[[Tensor], Tensor] | None = None,
     softcap: float | None = None,
     sink: Tensor | None = None,
+    grouped: bool = False,
 ) -> Request:
     """Lower the mask and silence the keys that no query of a sample may see; sizes are the caller's to check.
 
@@ -216,13 +211,19 @@ def prepare(
     if mask is not None:
         B, H, L, _ = query.shape
         size = Size(B, H, L, key.shape[-2], query.device)
-        lowered = lower(mask, size, query.dtype)
+        lowered = lower(mask, size, _score_dtype(query))
         keys = visible_keys(mask, size)
         if keys is not None:
             key, value = _silence(keys, key, value)
-    if scale is None:
-        scale = 1 / math.sqrt(query.shape[-1])
-    return Request(query, key, value, lowered, scale, dropout, drop, softcap, sink)
+    return Request(query, key, value, lowered, scale, dropout, drop, softcap, sink, grouped)
+
+
+def _score_dtype(query: Tensor) -> torch.dtype:
+    """The dtype the scores will have, which a bias has to fit: under autocast it is not the query's."""
+    device = query.device.type
+    if query.dtype != torch.float64 and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return query.dtype
 
 
 def _silence(keys: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -244,12 +245,11 @@ def _request(
     sink: Tensor | None,
 ) -> Request:
     """Check everything, then prepare. `value` None stands for a key-only call."""
-    named = {"query": query, "key": key} | ({} if value is None else {"value": value})
-    for name, tensor in named.items():
+    shapes = {"query": query, "key": key} | ({} if value is None else {"value": value})
+    for name, tensor in shapes.items():
         if not isinstance(tensor, Tensor):
             raise invalid(function, name, "be a tensor", type(tensor).__name__)
-    shapes = {f"{name}": tensor for name, tensor in named.items()}
-    for name, tensor in named.items():
+    for name, tensor in shapes.items():
         if tensor.dim() != 4:
             raise invalid(function, name, "be 4-D, (B, heads, length, width)", f"{tensor.dim()}-D", **shapes)
         if not tensor.is_floating_point():
@@ -260,6 +260,8 @@ def _request(
         if tensor.shape[0] != query.shape[0]:
             raise invalid(function, name, f"have the query's batch size {query.shape[0]}", tensor.shape[0], **shapes)
     (_, H, _, K), (_, G, S, key_width) = query.shape, key.shape
+    if K == 0:
+        raise invalid(function, "query", "be at least 1 wide", K, **shapes)
     if key_width != K:
         raise invalid(function, "key", f"be as wide as the query, {K}", key_width, **shapes)
     if G == 0 or H % G:
@@ -272,11 +274,16 @@ def _request(
         raise invalid(function, "mask", rule, type(mask).__name__, **shapes)
     if scale is not None and not math.isfinite(scale):
         raise invalid(function, "scale", "be finite", scale, **shapes)
-    if softcap is not None and not softcap > 0:
-        raise invalid(function, "softcap", "be greater than 0", softcap, **shapes)
-    if sink is not None and (not isinstance(sink, Tensor) or tuple(sink.shape) != (H,)):
-        raise invalid(function, "sink", f"be a tensor of one logit per query head, ({H},)", getattr(sink, "shape", sink))
-    return prepare(query, key, key if value is None else value, mask, scale, softcap=softcap, sink=sink)
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise invalid(function, "softcap", "be greater than 0 and finite", softcap, **shapes)
+    if sink is not None:
+        if not isinstance(sink, Tensor) or tuple(sink.shape) != (H,) or not sink.is_floating_point():
+            rule = f"be a floating tensor of one logit per query head, ({H},)"
+            raise invalid(function, "sink", rule, tuple(sink.shape) if isinstance(sink, Tensor) else repr(sink), **shapes)
+        if sink.device != query.device:
+            raise invalid(function, "sink", f"be on the query's device {query.device}", sink.device, **shapes)
+    value = key if value is None else value
+    return prepare(query, key, value, mask, scale, softcap=softcap, sink=sink, grouped=H != G)
 
 
 def _named(function: str, name: str | None, request: Request) -> Backend:

@@ -211,15 +211,17 @@ class _Appended(Mask):
         self.parts, self.count = (inner,), count
 
     def keep(self, size: Size) -> Tensor | None:
-        return self._pad(self.parts[0].keep(self._inner(size)), size, True)
+        return self.pad(self.parts[0].keep(self.inner_size(size)), size, True)
 
     def score(self, size: Size) -> Tensor | None:
-        return self._pad(self.parts[0].score(self._inner(size)), size, 0.0)
+        return self.pad(self.parts[0].score(self.inner_size(size)), size, 0.0)
 
-    def _inner(self, size: Size) -> Size:
+    def inner_size(self, size: Size) -> Size:
+        """The size of the caller's scores."""
         return size._replace(keys=size.keys - self.count)
 
-    def _pad(self, part: Tensor | None, size: Size, value: float) -> Tensor | None:
+    def pad(self, part: Tensor | None, size: Size, value: float) -> Tensor | None:
+        """`part` of the caller's scores, with `value` for the keys after them."""
         if part is None:
             return None
         whole = part.expand(*part.shape[:-1], size.keys - self.count)
@@ -343,10 +345,12 @@ class _Torch(_Given):
         self.function, self.argument = function, argument
         self.tensors = (tensor,)
         shape = tensor.shape
+        L, S = (None if n == 1 and len(shape) == 4 else n for n in shape[-2:])
         if argument == "key_padding_mask":
-            self.extent = (shape[0], 1, None, shape[1])
+            self.extent = (shape[0], 1, None, S)
         else:
-            self.extent = (*(shape[:2] if len(shape) == 4 else (shape[0] if len(shape) == 3 else 1, 1)), *shape[-2:])
+            B, H = shape[:2] if len(shape) == 4 else (shape[0] if len(shape) == 3 else 1, 1)
+            self.extent = (B, H, L, S)
 
     def _checked(self, size: Size) -> Tensor:
         tensor, shape = self.tensors[0], self.tensors[0].shape
@@ -597,13 +601,24 @@ def visible_keys(mask: Mask | None, size: Size) -> Tensor | None:
     """
     keys = None
     for term in [] if mask is None else _terms(mask):
-        if not isinstance(term, (_Given, _Padding, _Prefix)):
+        if isinstance(term, _Appended):
+            seen = term.pad(visible_keys(term.parts[0], term.inner_size(size)), size, True)
+        elif _per_key(term):
+            seen, score = term.keep(size), term.score(size)
+            seen = seen if score is None else score != -math.inf
+        else:
             continue
-        for part, hides in ((term.keep(size), None), (term.score(size), -math.inf)):
-            if part is not None and part.shape[-2] == 1:
-                seen = part if hides is None else part != hides
-                keys = seen if keys is None else keys & seen
+        keys = seen if keys is None else keys if seen is None else keys & seen
     return keys
+
+
+def _per_key(mask: Mask) -> bool:
+    """Whether it hides a key from all queries or from none, as far as its structure tells."""
+    if isinstance(mask, _Torch) and mask.argument == "key_padding_mask":
+        return True
+    if isinstance(mask, _Given):
+        return mask.tensors[0].shape[-2] == 1
+    return isinstance(mask, (_Padding, _Prefix)) or (bool(mask.parts) and all(_per_key(part) for part in mask.parts))
 
 
 def _operand(symbol: str, other: object) -> Mask:

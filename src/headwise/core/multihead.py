@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from headwise._checks import invalid
-from headwise.core.backends import PLAIN, eager
-from headwise.core.functional import prepare, run
+from headwise.core.backends import PLAIN, choose, eager, run_unmasked
+from headwise.core.functional import prepare
 from headwise.core.masks import Mask, Size, appended, read_torch, visible_keys
-from headwise.core.projections import ProjectedAttention, is_hooked
+from headwise.core.projections import ProjectedAttention, call, is_hooked
 
 __all__ = ["Attend", "MultiheadAttention"]
 
@@ -37,16 +36,17 @@ class Attend(nn.Module):
         key: Tensor,
         value: Tensor,
         mask: Mask | None = None,
-        *,
         dropout: float = 0.0,
         drop: Callable[[Tensor], Tensor] | None = None,
         need_weights: bool = False,
         average_attn_weights: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
         """Output (B, H, L, K), and weights (B, L, S), or (B, H, L, S) not averaged, or None."""
-        request = prepare(query, key, value, mask, dropout=dropout, drop=drop)
+        if mask is None and drop is None and not need_weights:
+            return run_unmasked(query, key, value, dropout), None
+        request = prepare(query, key, value, mask, None, dropout, drop)
         if not need_weights:
-            return run(request), None
+            return choose(request).run(request), None
         return PLAIN.run_with_average(request) if average_attn_weights else PLAIN.run_with_weights(request)
 
 
@@ -206,55 +206,49 @@ class MultiheadAttention(ProjectedAttention):
 
         Cost: see the class; averaged weights hold one head at a time when no gradient is needed.
         """
-        given = (query, key, value)
         batched = _check_inputs(self, query, key, value, key_padding_mask, attn_mask, query_padding_mask, mask)
+        batch_first, dtype = self.batch_first, query.dtype
         if not batched:
-            batch_dim = 0 if self.batch_first else 1
-            query, key, value = _once(lambda t: t.unsqueeze(batch_dim), query, key, value)
+            query, key, value = _once(lambda t: t.unsqueeze(0 if batch_first else 1), query, key, value)
             key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
             query_padding_mask = None if query_padding_mask is None else query_padding_mask.unsqueeze(0)
-        joined = _join_masks(self, key_padding_mask, attn_mask, is_causal, mask)
-        if torch.is_grad_enabled() and (joined is not None or query_padding_mask is not None):
+        joined = mask
+        if is_causal or key_padding_mask is not None or attn_mask is not None:
+            joined = _join_masks(self, key_padding_mask, attn_mask, is_causal, mask)
+        if (joined is not None or query_padding_mask is not None) and torch.is_grad_enabled():
             query, key, value = _still(self, query, key, value, joined, query_padding_mask)
-        q, k, v, extra = self._heads(query, key, value)
-        dropout, drop = _dropout_of(self.attn_dropout)
+        try:
+            q_BHLK, k_BHSK, v_BHSK = self._project(query, key, value, self.head_dim, batch_first)
+        except RuntimeError as error:
+            raise _check_kind(self, query, key, value) or error from None
+        if self.add_zero_attn or self.bias_k is not None:
+            k_BHSK, v_BHSK, joined = self._append(k_BHSK, v_BHSK, joined)
+        modules = self._modules  # `self.attend` and so on would be a slow look-up each
+        dropout, drop = _dropout_of(modules["attn_dropout"])
         average = self.average_attn_weights if average_attn_weights is None else average_attn_weights
-        out, weights = self.attend(
-            q, k, v, appended(joined, extra), dropout=dropout, drop=drop,
-            need_weights=need_weights, average_attn_weights=average,
-        )  # fmt: skip
-        out = self.out_proj((out.transpose(1, 2) if self.batch_first else out.permute(2, 0, 1, 3)).flatten(2))
+        out_BHLK, weights = modules["attend"](q_BHLK, k_BHSK, v_BHSK, joined, dropout, drop, need_weights, average)
+        out = (out_BHLK.transpose(1, 2) if batch_first else out_BHLK.permute(2, 0, 1, 3)).flatten(2)
+        out = call(modules["out_proj"], out)
         if query_padding_mask is not None:
-            out = out.masked_fill((query_padding_mask if self.batch_first else query_padding_mask.T)[..., None], 0)
+            out = out.masked_fill((query_padding_mask if batch_first else query_padding_mask.T)[..., None], 0)
         if weights is not None:
-            weights = weights.to(given[0].dtype)
+            weights = weights.to(dtype)
             if query_padding_mask is not None:
-                rows = query_padding_mask[:, :, None]
-                weights = weights.masked_fill(rows if average else rows[:, None], 0)
+                weights = weights.masked_fill(query_padding_mask.view(-1, *(1,) * (not average), weights.shape[-2], 1), 0)
             weights = weights if batched else weights.squeeze(0)
-        return (out if batched else out.squeeze(0 if self.batch_first else 1)), weights
+        return (out if batched else out.squeeze(0 if batch_first else 1)), weights
 
-    def _heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Projected and split: q (B, H, L, K), k and v (B, H, S, K), and how many keys of our own end them."""
-        q, k, v = (
-            t.view(*t.shape[:2], t.shape[-1] // self.head_dim, self.head_dim)
-            for t in self._project(query, key, value)
-        )
-        if self.batch_first:
-            q_BHLK, k_BHSK, v_BHSK = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        else:
-            q_BHLK, k_BHSK, v_BHSK = q.permute(1, 2, 0, 3), k.permute(1, 2, 0, 3), v.permute(1, 2, 0, 3)
-        if self.bias_k is None and not self.add_zero_attn:
-            return q_BHLK, k_BHSK, v_BHSK, 0
+    def _append(self, k_BHSK: Tensor, v_BHSK: Tensor, mask: Mask | None) -> tuple[Tensor, Tensor, Mask | None]:
+        """Keys and values with `bias_k`, `bias_v` and the zeros at their end, and a mask that shows them to everyone."""
         B, H, _, K = k_BHSK.shape
         keys, values = [k_BHSK], [v_BHSK]
         if self.bias_k is not None and self.bias_v is not None:
-            keys.append(self.bias_k.to(k.dtype).view(1, H, 1, K).expand(B, H, 1, K))
-            values.append(self.bias_v.to(v.dtype).view(1, H, 1, K).expand(B, H, 1, K))
+            keys.append(self.bias_k.to(k_BHSK.dtype).view(1, H, 1, K).expand(B, H, 1, K))
+            values.append(self.bias_v.to(v_BHSK.dtype).view(1, H, 1, K).expand(B, H, 1, K))
         if self.add_zero_attn:
-            keys.append(k.new_zeros(B, H, 1, K))
-            values.append(v.new_zeros(B, H, 1, K))
-        return q_BHLK, torch.cat(keys, dim=2), torch.cat(values, dim=2), len(keys) - 1
+            keys.append(k_BHSK.new_zeros(B, H, 1, K))
+            values.append(v_BHSK.new_zeros(B, H, 1, K))
+        return torch.cat(keys, dim=2), torch.cat(values, dim=2), appended(mask, len(keys) - 1)
 
 
 def _is_int(value: object) -> bool:
@@ -267,8 +261,10 @@ def _probability(value: float) -> float:
     return value
 
 
-def _dropout_of(child: nn.Module) -> tuple[float, Callable[[Tensor], Tensor] | None]:
+def _dropout_of(child: nn.Module | None) -> tuple[float, Callable[[Tensor], Tensor] | None]:
     """A probability where the kernel can draw it, else the module to call on the weights."""
+    if child is None:
+        return 0.0, None
     if type(child) is nn.Dropout and not is_hooked(child):
         return (child.p if child.training else 0.0), None
     return 0.0, child
@@ -290,8 +286,6 @@ def _join_masks(
     is_causal: bool,
     mask: Mask | None,
 ) -> Mask | None:
-    if key_padding_mask is None and attn_mask is None and not is_causal:
-        return mask
     if not module._warned_of_zero_one:
         for name, given in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
             if given is not None and _zeros_and_ones(given):
@@ -361,47 +355,69 @@ def _check_inputs(
     mask: Mask | None,
 ) -> bool:
     """Whether the input is batched; raises at whatever could not be computed, or would be computed wrongly."""
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(tensor, Tensor) or tensor.is_nested:
-            raise invalid(_NAME, name, "be a strided tensor", type(tensor).__name__)
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+        kinds = ", ".join(type(given).__name__ for given in (query, key, value))
+        raise invalid(_NAME, "query, key and value", "be tensors", kinds)
+    query_shape = query.shape
+    masked = not (key_padding_mask is None and attn_mask is None and query_padding_mask is None and mask is None)
+    if query is key and key is value and len(query_shape) == 3 and not (masked or query.is_nested):
+        D = query_shape[2]
+        if D == module.embed_dim and D == module.kdim and D == module.vdim:
+            return True  # the usual call, early
+    key_shape = query_shape if key is query else key.shape
+    value_shape = key_shape if value is key else value.shape
+    rank = len(query_shape)
+    if (
+        rank not in (2, 3)
+        or len(key_shape) != rank
+        or len(value_shape) != rank
+        or query.is_nested
+        or query_shape[-1] != module.embed_dim
+        or key_shape[-1] != module.kdim
+        or value_shape[-1] != module.vdim
+        or (value is not key and value_shape[:-1] != key_shape[:-1])
+        or (rank == 3 and key is not query and key_shape[not module.batch_first] != query_shape[not module.batch_first])
+    ):
+        raise _misfit(module, query, key, value)
+    if masked:
+        _check_masks(module, query, key, value, key_padding_mask, attn_mask, query_padding_mask, mask)
+    return rank == 3
+
+
+def _misfit(module: MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> ValueError:
+    """Which rule the shapes break, the first one first."""
+    if query.is_nested:
+        return invalid(_NAME, "query", "be a strided tensor; pad it and pass key_padding_mask", "a nested one")
+    shapes: dict[str, Tensor | None] = {"query": query, "key": key, "value": value}
     ranks = (query.dim(), key.dim(), value.dim())
-    shapes: dict[str, Any] = {"query": query, "key": key, "value": value}
     if ranks not in ((3, 3, 3), (2, 2, 2)):
-        raise invalid(_NAME, "query, key and value", "be all 3-D, or all 2-D for one sample", ranks, **shapes)
-    for name, tensor, width in (
-        ("query", query, module.embed_dim), ("key", key, module.kdim), ("value", value, module.vdim)
-    ):  # fmt: skip
+        return invalid(_NAME, "query, key and value", "be all 3-D, or all 2-D for one sample", ranks, **shapes)
+    widths = (("query", query, module.embed_dim), ("key", key, module.kdim), ("value", value, module.vdim))
+    for name, tensor, width in widths:
         if tensor.shape[-1] != width:
-            raise invalid(_NAME, name, f"be {width} wide", tensor.shape[-1], **shapes)
-    batched = ranks[0] == 3
-    if key is not value and key.shape[:-1] != value.shape[:-1]:
-        raise invalid(_NAME, "value", "have the key's batch size and length", tuple(value.shape), **shapes)
-    if batched and key is not query:
-        batch, other = (0, 1) if module.batch_first else (1, 0)
-        if query.shape[batch] != key.shape[batch]:
-            hint = _layout_hint(module) if query.shape[other] == key.shape[other] else ""
-            raise invalid(_NAME, "key", f"have the query's batch size {query.shape[batch]}{hint}", key.shape[batch], **shapes)
-    _check_kind(module, shapes)
-    if key_padding_mask is not None or attn_mask is not None or query_padding_mask is not None or mask is not None:
-        _check_masks(module, shapes, batched, key_padding_mask, attn_mask, query_padding_mask, mask)
-    return batched
+            return invalid(_NAME, name, f"be {width} wide", tensor.shape[-1], **shapes)
+    batch, length = (0, 1) if module.batch_first else (1, 0)
+    if ranks[0] == 3 and query.shape[batch] != key.shape[batch]:
+        hint = _layout_hint(module) if query.shape[length] == key.shape[length] else ""
+        rule = f"have the query's batch size {query.shape[batch]}{hint}"
+        return invalid(_NAME, "key", rule, key.shape[batch], **shapes)
+    rule = f"have the key's batch size and length, {tuple(key.shape[:-1])}"
+    return invalid(_NAME, "value", rule, tuple(value.shape[:-1]), **shapes)
 
 
-def _check_kind(module: MultiheadAttention, shapes: dict[str, Any]) -> None:
-    """dtype and device, against the output projection while that is an ordinary one."""
+def _check_kind(module: MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> ValueError | None:
+    """Why a projection failed, if dtype or device is the reason.
+
+    Asked afterwards, since only the projections themselves know what they take (adapters, quantized ones).
+    """
     out_proj = module._modules["out_proj"]
     weight = None if out_proj is None else out_proj._parameters.get("weight")
-    query = shapes["query"]
-    if weight is None or not weight.is_floating_point():
-        weight = query
-    for name, tensor in shapes.items():
-        if tensor is query and name != "query":
-            continue
-        if tensor.dtype != weight.dtype and not torch.is_autocast_enabled(tensor.device.type):
-            rule = f"have the parameters' dtype {weight.dtype}; convert it, or the module with .to({tensor.dtype})"
-            raise invalid(_NAME, name, rule, tensor.dtype, **shapes)
-        if tensor.device != weight.device:
-            raise invalid(_NAME, name, f"be on the parameters' device {weight.device}", tensor.device, **shapes)
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        for what, want in (("dtype", weight), ("device", weight)):
+            if want is not None and getattr(tensor, what) != getattr(want, what):
+                rule = f"have the parameters' {what}, {getattr(want, what)}; convert it or the module with .to()"
+                return invalid(_NAME, name, rule, getattr(tensor, what), query=query, key=key, value=value)
+    return None
 
 
 def _layout_hint(module: MultiheadAttention) -> str:
@@ -412,34 +428,41 @@ def _layout_hint(module: MultiheadAttention) -> str:
 
 def _check_masks(
     module: MultiheadAttention,
-    shapes: dict[str, Any],
-    batched: bool,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     key_padding_mask: Tensor | None,
     attn_mask: Tensor | None,
     query_padding_mask: Tensor | None,
     mask: Mask | None,
 ) -> None:
-    query, key = shapes["query"], shapes["key"]
+    """What a Mask cannot say by itself: padding of one rank only, and sizes that fit the other layout."""
+    shapes: dict[str, Tensor | None] = {"query": query, "key": key, "value": value}
+    batched = query.dim() == 3
     batch, length = (0, 1) if module.batch_first else (1, 0)
-    sizes = {"query_padding_mask": tuple(query.shape[:-1]), "key_padding_mask": tuple(key.shape[:-1])}
-    for name, given in (("key_padding_mask", key_padding_mask), ("query_padding_mask", query_padding_mask)):
+    for name, letter, given, of in (
+        ("key_padding_mask", "S", key_padding_mask, key.shape),
+        ("query_padding_mask", "L", query_padding_mask, query.shape),
+    ):
         if given is None:
             continue
-        kinds = "bool" if name == "query_padding_mask" else "bool or floating"
-        if not isinstance(given, Tensor) or not (given.dtype == torch.bool or (kinds != "bool" and given.is_floating_point())):
-            raise invalid(_NAME, name, f"be a {kinds} tensor, True = padding", getattr(given, "dtype", type(given)), **shapes)
-        want = (sizes[name][batch], sizes[name][length]) if batched else sizes[name]
-        if tuple(given.shape) != want:
-            hint = _layout_hint(module) if batched and tuple(given.shape) == want[::-1] else ""
-            sides = ("(B, L)" if batched else "(L,)") if name == "query_padding_mask" else ("(B, S)" if batched else "(S,)")
-            raise invalid(_NAME, name, f"be {sides} = {want}{hint}", tuple(given.shape), **shapes)
+        kinds = "bool" if letter == "L" else "bool or floating"
+        fits = isinstance(given, Tensor) and (given.dtype == torch.bool or (letter == "S" and given.is_floating_point()))
+        if not fits:
+            rule = f"be a {kinds} tensor with True for padding"
+            raise invalid(_NAME, name, rule, getattr(given, "dtype", type(given).__name__), **shapes)
+        want = (of[batch], of[length]) if batched else (of[0],)
+        if given.shape != want:
+            hint = _layout_hint(module) if tuple(given.shape) == want[::-1] else ""
+            letters = f"(B, {letter})" if batched else f"({letter},)"
+            raise invalid(_NAME, name, f"be {letters} = {tuple(want)}{hint}", tuple(given.shape), **shapes)
         if given.device != query.device:
             raise invalid(_NAME, name, f"be on the query's device {query.device}", given.device, **shapes)
     if mask is not None and not isinstance(mask, Mask):
         rule = "be a Mask of headwise.masks; a bool tensor (True may attend) goes into masks.dense(keep)"
         raise invalid(_NAME, "mask", rule, type(mask).__name__, **shapes)
     if batched and isinstance(attn_mask, Tensor) and attn_mask.dim() in (2, 3):
-        fits = attn_mask.shape[-2:] == (query.shape[length], key.shape[length])
-        if not fits and attn_mask.shape[-2:] == (query.shape[batch], key.shape[batch]):
-            rule = f"end in (L, S) = {(query.shape[length], key.shape[length])}{_layout_hint(module)}"
+        want = (query.shape[length], key.shape[length])
+        if attn_mask.shape[-2:] != want and attn_mask.shape[-2:] == (query.shape[batch], key.shape[batch]):
+            rule = f"end in (L, S) = {want}{_layout_hint(module)}"
             raise invalid(_NAME, "attn_mask", rule, tuple(attn_mask.shape), **shapes)

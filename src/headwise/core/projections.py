@@ -17,11 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules import module as _hooks
 
 from headwise._checks import invalid
 
+_LINEAR_FORWARD, _MODULE_CALL = nn.Linear.forward, nn.Module.__call__
+_ANY_FORWARD_HOOK, _ANY_FORWARD_PRE_HOOK = _hooks._global_forward_hooks, _hooks._global_forward_pre_hooks
+_ANY_BACKWARD_HOOK, _ANY_BACKWARD_PRE_HOOK = _hooks._global_backward_hooks, _hooks._global_backward_pre_hooks
 _CHILDREN = ("q_proj", "k_proj", "v_proj")
 _WEIGHTS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+_PACKED_BATCH_FIRST, _PACKED_LENGTH_FIRST = (2, 0, 3, 1, 4), (2, 1, 3, 0, 4)  # (.., .., 3, H, K) to (3, B, H, L, K)
 _TORCH_NAMES = frozenset(("in_proj_weight", "in_proj_bias", *_WEIGHTS))
 
 
@@ -115,27 +120,41 @@ class ProjectedAttention(nn.Module):
             stacked = 3 if name in _CHILDREN and self._one_width else 1
             object.__setattr__(child, "reset_parameters", _Reset(child, None if name == "out_proj" else stacked))
 
-    def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The three products; one where all three inputs are one tensor and the layout is fused."""
+    def _project(
+        self, query: Tensor, key: Tensor, value: Tensor, head_dim: int, batch_first: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, H, L, K), (B, H, S, K), (B, H, S, K) from (B, L, D), or (L, B, D) not batch first, and so on.
+
+        One product where all three inputs are one tensor and the layout is fused.
+        """
         modules = self._modules
-        q_proj = modules.get("q_proj")
-        if q_proj is not None:
-            return q_proj(query), modules["k_proj"](key), modules["v_proj"](value)  # type: ignore[misc]
-        own, D = self._parameters, self.embed_dim
-        weight = own["in_proj_weight"] if "in_proj_weight" in own else self.in_proj_weight  # parametrized ones are not own
-        bias = own["in_proj_bias"] if "in_proj_bias" in own else self.in_proj_bias
-        if weight is None:
-            weights = [getattr(self, name) for name in _WEIGHTS]
-        elif query is key and key is value:
-            q, k, v = functional.linear(query, weight, bias).chunk(3, dim=-1)
-            return q, k, v
-        elif key is value:
-            biases = (None, None) if bias is None else bias.split((D, 2 * D))
-            weight_q, weight_kv = weight.split((D, 2 * D))
-            k, v = functional.linear(key, weight_kv, biases[1]).chunk(2, dim=-1)
-            return functional.linear(query, weight_q, biases[0]), k, v
+        if "q_proj" in modules:
+            q, k, v = call(modules["q_proj"], query), call(modules["k_proj"], key), call(modules["v_proj"], value)
         else:
-            weights = list(weight.chunk(3))
+            own = self._parameters
+            # parametrized ones are not among its own
+            weight = own["in_proj_weight"] if "in_proj_weight" in own else self.in_proj_weight
+            bias = own["in_proj_bias"] if "in_proj_bias" in own else self.in_proj_bias
+            if weight is not None and query is key and key is value:
+                qkv = functional.linear(query, weight, bias)
+                first, second, _ = qkv.shape
+                qkv = qkv.view(first, second, 3, self.embed_dim // head_dim, head_dim)
+                q, k, v = qkv.permute(_PACKED_BATCH_FIRST if batch_first else _PACKED_LENGTH_FIRST).unbind(0)
+                return q, k, v
+            q, k, v = self._project_apart(query, key, value, weight, bias)
+        return to_heads(q, head_dim, batch_first), to_heads(k, head_dim, batch_first), to_heads(v, head_dim, batch_first)
+
+    def _project_apart(
+        self, query: Tensor, key: Tensor, value: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The fused layout on inputs that differ: two products where key and value are one tensor, else three."""
+        D = self.embed_dim
+        if weight is not None and key is value:
+            weight_q, weight_kv = weight.split((D, 2 * D))
+            bias_q, bias_kv = (None, None) if bias is None else bias.split((D, 2 * D))
+            k, v = functional.linear(key, weight_kv, bias_kv).chunk(2, dim=-1)
+            return functional.linear(query, weight_q, bias_q), k, v
+        weights = [getattr(self, name) for name in _WEIGHTS] if weight is None else weight.chunk(3)
         biases = (None, None, None) if bias is None else bias.chunk(3)
         q, k, v = (functional.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
         return q, k, v
@@ -293,6 +312,32 @@ def _flatten(values: Iterable[Any]) -> Iterable[Any]:
             yield value
 
 
+def to_heads(projected: Tensor, head_dim: int, batch_first: bool) -> Tensor:
+    """(B, L, H*K), or (L, B, H*K) not batch first, as a view (B, H, L, K)."""
+    first, second, width = projected.shape
+    heads = projected.view(first, second, width // head_dim, head_dim)
+    return heads.transpose(1, 2) if batch_first else heads.permute(1, 2, 0, 3)
+
+
+def call(child: Any, x: Tensor) -> Any:
+    """`child(x)`; without the detour through `nn.Module.__call__` where only `nn.Linear`'s own forward would run.
+
+    Four such detours are a third of a short call. Hooks (its own and global ones), a replaced or patched forward, any other
+    class, tracing and compiling all take the ordinary call.
+    """
+    if (
+        type(child) is nn.Linear
+        and nn.Linear.forward is _LINEAR_FORWARD
+        and nn.Module.__call__ is _MODULE_CALL
+        and not is_hooked(child)
+        and not (_ANY_FORWARD_HOOK or _ANY_FORWARD_PRE_HOOK or _ANY_BACKWARD_HOOK or _ANY_BACKWARD_PRE_HOOK)
+        and not torch.compiler.is_compiling()
+    ):
+        own = child._parameters
+        return functional.linear(x, own["weight"], own["bias"])  # type: ignore[arg-type]
+    return child(x)
+
+
 class _Reset:
     """`reset_parameters` of a projection: what it was under its parent. A class, so that it pickles and copies."""
 
@@ -329,12 +374,13 @@ def _is_plain(tensor: object) -> bool:
 
 def is_hooked(module: nn.Module) -> bool:
     """Whether calling the module does more than its class says."""
+    state = module.__dict__
     return bool(
-        module._forward_hooks
-        or module._forward_pre_hooks
-        or module._backward_hooks
-        or module._backward_pre_hooks
-        or "forward" in module.__dict__
+        state["_forward_hooks"]
+        or state["_forward_pre_hooks"]
+        or state["_backward_hooks"]
+        or state["_backward_pre_hooks"]
+        or "forward" in state
     )
 
 

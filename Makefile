@@ -1,0 +1,67 @@
+# Needs Python 3.11 or newer and make, nothing else. Everything is installed below .venv, at the versions of constraints.txt.
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.SUFFIXES:
+.SHELLFLAGS := -ec
+
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip
+WORKERS := 2
+TORCH := $(shell grep -m1 -E '^torch==' constraints.txt)
+BACKEND := hatchling editables
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_NO_INPUT := 1
+
+.PHONY: help test test-slow demo bench format clean
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+test: $(VENV)/dev.stamp  ## The quality gate: lint, format, types, tests, doctests, README (ARGS: more for pytest)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --doctest-modules src/headwise tests $(ARGS)
+
+test-slow: $(VENV)/dev.stamp  ## The tests that `make test` leaves out for their length
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m slow tests $(ARGS) || \
+		{ rc=$$?; test $$rc -eq 5 || exit $$rc; echo "make test-slow: no test is marked slow yet"; }
+
+demo: $(VENV)/run.stamp  ## Train a small classifier on real data and draw what its heads look at (ARGS: see headwise demo --help)
+	$(BIN)/headwise demo $(ARGS)
+
+bench: $(VENV)/dev.stamp  ## Measure each claim beside torch's best call (ARGS: see python -m benchmarks.run --help)
+	$(BIN)/python -m benchmarks.run $(ARGS)
+
+format: $(VENV)/dev.stamp  ## Rewrite the code in the project's format, with the safe lint fixes
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## Delete all that make created, the virtual environment too
+	rm -rf $(VENV) build dist demo-output .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The virtual environment, in three steps; each has a stamp, so that a second run starts at once.
+# base: torch, and the build backend, which is pinned like the rest because nothing is built in isolation.
+$(VENV)/base.stamp: constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"headwise needs Python 3.11 or newer; {sys.executable} is {v.major}.{v.minor} (cure: make PYTHON=python3.12 ...)")'
+	$(PYTHON) -m venv $(VENV)
+	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install $(TORCH)
+	$(PIP) install -c constraints.txt $(BACKEND)
+	@touch $@
+
+# run: what a user of the command line has.
+$(VENV)/run.stamp: $(VENV)/base.stamp pyproject.toml
+	$(PIP) install --no-build-isolation -c constraints.txt -e '.[all]'
+	@touch $@
+
+# dev: that, and the tools of the gate.
+$(VENV)/dev.stamp: $(VENV)/base.stamp pyproject.toml
+	$(PIP) install --no-build-isolation -c constraints.txt -e '.[dev]'
+	@touch $(VENV)/run.stamp $@

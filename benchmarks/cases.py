@@ -1,0 +1,119 @@
+"""What is measured: pairs of calls that give the same answer, headwise's and torch's best.
+
+Letters: B batch, L length, D model width, H heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+import headwise
+
+Call = Callable[[], object]
+
+LARGE = (8, 512, 512, 8)  # B, L, D, H
+SHORT = ((1, 1, 64, 4), (1, 16, 64, 4), (8, 16, 64, 4), (32, 24, 64, 4), (1, 16, 256, 8), (1, 128, 256, 8))
+MASKS = ("none", "causal", "padding", "weights")
+
+
+@dataclass
+class Case:
+    """One row: `theirs` are torch's ways to make the call, of which the fastest counts."""
+
+    name: str
+    ours: Call
+    theirs: dict[str, Call]
+    flops: float
+    floor: float | None = None
+
+
+def lengths(batch: int, longest: int) -> Tensor:
+    """Evenly spread from an eighth of the longest to the longest, as (B,) integers."""
+    return torch.linspace(longest / 8, longest, batch).round().long()
+
+
+def attention_flops(B: int, L: int, D: int) -> float:
+    """Forward: four projections and the two products of attention, all positions, no mask taken into account."""
+    return 8.0 * B * L * D * D + 4.0 * B * L * L * D
+
+
+def large(mode: str, kind: str, *, fused: bool) -> Case:
+    """Self-attention at B=8, L=512, D=512, H=8: forward in eval, forward and backward in train."""
+    B, L, D, H = LARGE
+    ours, theirs, x = _modules(B, L, D, H, fused=fused, training=mode == "train")
+    padding = torch.arange(L) >= lengths(B, L)[:, None]
+    future = nn.Transformer.generate_square_subsequent_mask(L)
+    our_options = {
+        "none": {"need_weights": False},
+        "causal": {"need_weights": False, "is_causal": True},
+        "padding": {"need_weights": False, "key_padding_mask": padding},
+        "weights": {"need_weights": True},
+    }[kind]
+    their_options = {"torch": dict(our_options)}
+    if kind == "causal":  # torch has no flag of its own: the mask, with and without the hint
+        their_options = {
+            "torch mask": {"need_weights": False, "attn_mask": future},
+            "torch mask and hint": {"need_weights": False, "attn_mask": future, "is_causal": True},
+        }
+    flops = attention_flops(B, L, D)
+    if mode == "eval":
+        return Case(
+            f"{mode} {kind}",
+            _inference(lambda: ours(x, x, x, **our_options)[0]),
+            {name: _inference(lambda o=o: theirs(x, x, x, **o)[0]) for name, o in their_options.items()},
+            flops,
+        )
+    grad = torch.randn(B, L, D)
+    return Case(
+        f"{mode} {kind}",
+        _step(ours, lambda: ours(x, x, x, **our_options)[0], grad),
+        {name: _step(theirs, lambda o=o: theirs(x, x, x, **o)[0], grad) for name, o in their_options.items()},
+        3 * flops,
+    )
+
+
+def short(mode: str, shape: tuple[int, int, int, int], *, fused: bool) -> Case:
+    """A short call without mask or weights: forward in inference mode, or forward in train with gradients recorded."""
+    B, L, D, H = shape
+    ours, theirs, x = _modules(B, L, D, H, fused=fused, training=mode == "train")
+    wrap: Callable[[Call], Call] = _inference if mode == "eval" else (lambda call: call)
+    return Case(
+        f"{shape}",
+        wrap(lambda: ours(x, x, x, need_weights=False)[0]),
+        {"torch": wrap(lambda: theirs(x, x, x, need_weights=False)[0])},
+        attention_flops(B, L, D),
+    )
+
+
+def _modules(
+    B: int, L: int, D: int, H: int, *, fused: bool, training: bool
+) -> tuple[headwise.MultiheadAttention, nn.MultiheadAttention, Tensor]:
+    theirs = nn.MultiheadAttention(D, H, batch_first=True)
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.normal_(std=D**-0.5)
+    ours = headwise.MultiheadAttention(D, H, batch_first=True, fused_qkv=fused)
+    ours.load_state_dict(theirs.state_dict())
+    return ours.train(training), theirs.train(training), torch.randn(B, L, D)
+
+
+def _inference(call: Call) -> Call:
+    def run() -> object:
+        with torch.inference_mode():
+            return call()
+
+    return run
+
+
+def _step(module: nn.Module, forward: Callable[[], Tensor], grad: Tensor) -> Call:
+    def run() -> Tensor:
+        module.zero_grad(set_to_none=True)
+        out = forward()
+        out.backward(grad)
+        return out.detach()
+
+    return run

@@ -1,0 +1,1 @@
+"""Data: labelled series to train on, and how they become padded batches."""
