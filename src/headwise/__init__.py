@@ -1,7 +1,7 @@
 """headwise: the multi-head attention layer that PyTorch users switch to.
 
-`headwise.MultiheadAttention` takes the place of `torch.nn.MultiheadAttention`, weights and all. Importing this loads torch
-and the standard library only.
+`headwise.MultiheadAttention` takes the place of `torch.nn.MultiheadAttention`, weights and all. Importing this loads
+torch and the standard library only.
 """
 
 from headwise.core import masks

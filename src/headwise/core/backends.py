@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional
 
-from headwise.core.masks import NOTHING_HIDDEN, Lowered, Size
+from headwise.core.lowering import NOTHING_HIDDEN, Lowered, Size
 
 
 class Request(NamedTuple):
@@ -82,11 +82,13 @@ def choose(request: Request) -> Backend:
 
 def run_unmasked(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
     """`choose` and `run` for heads that are not grouped, without mask or options: the call whose overhead shows."""
-    if transformed() or PLAIN.shorter(query, key, value):
+    if torch.compiler.is_compiling():
+        return functional.scaled_dot_product_attention(query, key, value, None, dropout)
+    if _IN_TRANSFORM() or forward_ad._current_level >= 0 or PLAIN.shorter(query, key, value):
         return PLAIN.run(Request(query, key, value, NOTHING_HIDDEN, None, dropout))
     out = functional.scaled_dot_product_attention(query, key, value, None, dropout)
-    if out.requires_grad and dropout == 0 and not torch.compiler.is_compiling():
-        _teach_double_backward(out, (query, key, value, NOTHING_HIDDEN))
+    if out.requires_grad and dropout == 0:
+        _teach_double_backward(out, (query, key, value, NOTHING_HIDDEN, None))
     return out
 
 
@@ -104,15 +106,17 @@ class _Plain:
 
     def shorter(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Many short heads in inference on a CPU: a fused kernel's set-up costs more than it saves."""
+        if query.requires_grad and torch.is_grad_enabled():
+            return False  # the usual answer in training, early
         if torch.compiler.is_compiling():
-            return False  # first: a symbolic size must not be compared
+            return False  # before a symbolic size is compared
         B, H, L, K = query.shape
         return (
             L <= _SHORT
             and B * H >= _MANY_HEADS
             and K >= _WIDE_HEAD
             and key.shape[-2] <= _SHORT
-            and not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
+            and not ((key.requires_grad or value.requires_grad) and torch.is_grad_enabled())
             and query.dtype == torch.float32
             and query.device.type == "cpu"
             and eager()
@@ -308,7 +312,9 @@ def _takes_flag_and_mask(request: Request) -> bool:
         return False
     if type(query) is not Tensor or (mask.bias is not None and mask.bias.requires_grad):
         return False
-    choice = _FUSED_CHOICE(query, key, value, _one_mask(mask), 0.0, True, scale=request.scale, enable_gqa=request.grouped)
+    choice = _FUSED_CHOICE(
+        query, key, value, _one_mask(mask), 0.0, True, scale=request.scale, enable_gqa=request.grouped
+    )
     return bool(choice == torch.nn.attention.SDPBackend.FLASH_ATTENTION.value)
 
 
@@ -317,13 +323,14 @@ def _teach_double_backward(out: Tensor, call: tuple[Any, ...]) -> None:
 
     The hook runs after the kernel's backward. With `create_graph` it replaces the gradients by those of the plain
     formula, which can be differentiated again; otherwise it lets go of the tensors it kept alive, like the node itself.
-    `call` is the beginning of a Request: query, key, value, mask and perhaps the scale.
+    `call` is the beginning of a Request: query, key, value, mask and scale.
     """
     node = out.grad_fn
     kind = type(node)
-    if kind not in _FUSED_NODES:
-        _FUSED_NODES[kind] = kind.__name__.startswith("ScaledDotProduct")
-    if not _FUSED_NODES[kind] or _SAVED_HOOKS(True) is not None:
+    fused = _FUSED_NODES.get(kind)
+    if fused is None:
+        fused = _FUSED_NODES[kind] = kind.__name__.startswith("ScaledDotProduct")
+    if not fused or _SAVED_HOOKS(True) is not None:
         return  # under activation checkpointing or offloading, to hold the inputs would undo it: torch's error stands
     held = [call]
 
@@ -334,15 +341,14 @@ def _teach_double_backward(out: Tensor, call: tuple[Any, ...]) -> None:
             return None
         if not held:
             return None
-        query, key, value, mask, *scale = held[0]
-        inputs = (query, key, value)
+        *inputs, mask, scale = held[0]
         if any(grad is not None and grad.shape != tensor.shape for grad, tensor in zip(grads, inputs, strict=False)):
             return None  # this kernel saw its inputs padded or repeated: its own gradients stand
         if mask.bias is not None:
             mask = mask._replace(bias=mask.bias.detach())
         # aliases, since the inputs may depend on each other and only partial derivatives are wanted
         aliases = [tensor.view_as(tensor) for tensor in inputs]
-        plain = PLAIN.run(Request(*aliases, mask, *scale))
+        plain = PLAIN.run(Request(aliases[0], aliases[1], aliases[2], mask, scale))
         wanted = [alias for alias in aliases if alias.requires_grad]
         again = iter(torch.autograd.grad(plain, wanted, grad_outs[0], create_graph=True))
         return (*(next(again) if alias.requires_grad else None for alias in aliases), *grads[3:])

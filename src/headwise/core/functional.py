@@ -14,7 +14,8 @@ from torch import Tensor
 
 from headwise._checks import invalid
 from headwise.core.backends import BACKENDS, PLAIN, Backend, Request, choose, softmax_scores
-from headwise.core.masks import NOTHING_HIDDEN, Mask, Size, lower, visible_keys
+from headwise.core.lowering import NOTHING_HIDDEN, Size
+from headwise.core.masks import Mask, lower, visible_keys
 
 __all__ = ["Explanation", "attention", "attention_weights", "explain"]
 
@@ -221,7 +222,8 @@ def prepare(
 def _score_dtype(query: Tensor) -> torch.dtype:
     """The dtype the scores will have, which a bias has to fit: under autocast it is not the query's."""
     device = query.device.type
-    if query.dtype != torch.float64 and torch.is_autocast_enabled(device):
+    known = torch.amp.is_autocast_available(device)
+    if known and query.dtype != torch.float64 and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return query.dtype
 
@@ -279,7 +281,9 @@ def _request(
     if sink is not None:
         if not isinstance(sink, Tensor) or tuple(sink.shape) != (H,) or not sink.is_floating_point():
             rule = f"be a floating tensor of one logit per query head, ({H},)"
-            raise invalid(function, "sink", rule, tuple(sink.shape) if isinstance(sink, Tensor) else repr(sink), **shapes)
+            raise invalid(
+                function, "sink", rule, tuple(sink.shape) if isinstance(sink, Tensor) else repr(sink), **shapes
+            )
         if sink.device != query.device:
             raise invalid(function, "sink", f"be on the query's device {query.device}", sink.device, **shapes)
     value = key if value is None else value

@@ -21,12 +21,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from headwise._checks import invalid
+from headwise.core.lowering import (
+    NOTHING_HIDDEN,
+    Lowered,
+    Size,
+    add_scores,
+    cast_scores,
+    lower_triangle,
+    per_sample,
+    picture,
+    said,
+    same_device,
+)
 
 __all__ = [
     "Mask",
@@ -44,41 +55,6 @@ _TORCH_SHAPES = {
     "attn_mask": "(L, S), (B*H, L, S), (B, L, S), (1, L, S), or 4-D and broadcast to (B, H, L, S),",
     "key_padding_mask": "(B, S)",
 }
-_MAX_DRAWN = 48  # rows and columns that still fit a terminal beside their labels
-
-
-class Size(NamedTuple):
-    """The shape of the scores a mask is asked for, and where they live."""
-
-    batch: int
-    heads: int
-    queries: int
-    keys: int
-    device: torch.device
-
-
-class Lowered(NamedTuple):
-    """A mask in the form that kernels take; everything here holds at once.
-
-    Attributes:
-        causal: query l sees keys 0 .. l (a kernel's own flag).
-        keep: bool, broadcasts to (B, H, L, S); None: every key.
-        bias: float, broadcasts to (B, H, L, S), added to the scaled scores; -inf hides a key; None: nothing.
-    """
-
-    causal: bool = False
-    keep: Tensor | None = None
-    bias: Tensor | None = None
-
-    def whole_keep(self, size: Size) -> Tensor | None:
-        """`keep` with the causal flag written out, for a kernel that has no such flag."""
-        if not self.causal:
-            return self.keep
-        rule = _lower_triangle(size, 0)
-        return rule if self.keep is None else self.keep & rule
-
-
-NOTHING_HIDDEN = Lowered()
 
 
 class Mask:
@@ -153,7 +129,7 @@ class Mask:
         bias_LS = None if lowered.bias is None else one(lowered.bias).float()
         if bias_LS is not None:
             keep_LS = keep_LS & (bias_LS != -math.inf)
-        return _picture(keep_LS, bias_LS)
+        return picture(keep_LS, bias_LS)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__.lstrip('_').lower()}({self._arguments()})"
@@ -174,7 +150,7 @@ class _And(Mask):
 
     def score(self, size: Size) -> Tensor | None:
         left, right = (part.score(size) for part in self.parts)
-        return _sum(left, right)
+        return add_scores(left, right)
 
     def __repr__(self) -> str:
         return f"({self.parts[0]!r} & {self.parts[1]!r})"
@@ -237,10 +213,10 @@ class _Causal(Mask):
         self.tensors, self.extent = _held(offset)
 
     def keep(self, size: Size) -> Tensor | None:
-        return _lower_triangle(size, _per_sample("causal", "offset", self.offset, size))
+        return lower_triangle(size, per_sample("causal", "offset", self.offset, size))
 
     def _arguments(self) -> str:
-        return "" if isinstance(self.offset, int) and self.offset == 0 else f"offset={_text(self.offset)}"
+        return "" if isinstance(self.offset, int) and self.offset == 0 else f"offset={said(self.offset)}"
 
 
 class _Window(Mask):
@@ -268,10 +244,10 @@ class _Padding(Mask):
         self.tensors, self.extent = _held(lengths)
 
     def keep(self, size: Size) -> Tensor | None:
-        return torch.arange(size.keys, device=size.device) < _per_sample("padding", "lengths", self.lengths, size)
+        return torch.arange(size.keys, device=size.device) < per_sample("padding", "lengths", self.lengths, size)
 
     def _arguments(self) -> str:
-        return f"lengths={_text(self.lengths)}"
+        return f"lengths={said(self.lengths)}"
 
 
 class _Documents(Mask):
@@ -286,7 +262,7 @@ class _Documents(Mask):
             if ids.shape[-1] != length or (ids.dim() == 2 and ids.shape[0] not in (1, size.batch)):
                 rule = f"be ({length},) or ({size.batch}, {length}) for these scores; L != S needs key_ids"
                 raise invalid("documents", name, rule, tuple(ids.shape))
-            _same_device("documents", name, ids, size)
+            same_device("documents", name, ids, size)
         same = query_ids[..., :, None] == key_ids[..., None, :]
         return same[:, None] if same.dim() == 3 else same[None, None]
 
@@ -300,11 +276,11 @@ class _Prefix(Mask):
         self.tensors, self.extent = _held(length)
 
     def keep(self, size: Size) -> Tensor | None:
-        keep = torch.arange(size.keys, device=size.device) < _per_sample("prefix", "n", self.length, size)
+        keep = torch.arange(size.keys, device=size.device) < per_sample("prefix", "n", self.length, size)
         return keep if keep.dim() == 4 else keep[None, None, None]
 
     def _arguments(self) -> str:
-        return _text(self.length)
+        return said(self.length)
 
 
 class _Given(Mask):
@@ -331,7 +307,7 @@ class _Given(Mask):
         wanted = (size.batch, size.heads, size.queries, size.keys)
         if any(have not in (1, want) for have, want in zip(tensor.shape, wanted, strict=True)):
             raise invalid(self.function, self.argument, f"broadcast to (B, H, L, S) = {wanted}", tuple(tensor.shape))
-        _same_device(self.function, self.argument, tensor, size)
+        same_device(self.function, self.argument, tensor, size)
         return tensor
 
     def __repr__(self) -> str:
@@ -355,7 +331,7 @@ class _Torch(_Given):
     def _checked(self, size: Size) -> Tensor:
         tensor, shape = self.tensors[0], self.tensors[0].shape
         B, H, L, S = size[:4]
-        _same_device(self.function, self.argument, tensor, size)
+        same_device(self.function, self.argument, tensor, size)
         if self.argument == "key_padding_mask":
             if shape == (B, S):
                 return tensor[:, None, None, :]
@@ -366,7 +342,7 @@ class _Torch(_Given):
             if len(shape) == 2:
                 return tensor[None, None]
             if shape[0] == B * H:
-                return tensor.unflatten(0, (B, H))
+                return tensor.reshape(B, H, L, S)
             if shape[0] in (B, 1):
                 return tensor[:, None]
         rule = f"be {_TORCH_SHAPES[self.argument]} with B = {B}, H = {H}, L = {L}, S = {S}"
@@ -431,7 +407,7 @@ def padding(lengths: Tensor | Sequence[int]) -> Mask:
     if lengths.dtype == torch.bool and lengths.dim() == 2:
         return _Given("padding", "keep", lengths[:, None, None, :])
     if lengths.dim() != 1 or _not_integer(lengths):
-        raise invalid("padding", "lengths", "be integers (B,) or a bool keep mask (B, S)", _text(lengths))
+        raise invalid("padding", "lengths", "be integers (B,) or a bool keep mask (B, S)", said(lengths))
     return _Padding(lengths)
 
 
@@ -449,7 +425,7 @@ def documents(ids: Tensor, key_ids: Tensor | None = None) -> Mask:
         if given is None and name == "key_ids":
             continue
         if not isinstance(given, Tensor) or given.dim() not in (1, 2) or _not_integer(given):
-            raise invalid("documents", name, "be an integer tensor (L,) or (B, L)", _text(given))
+            raise invalid("documents", name, "be an integer tensor (L,) or (B, L)", said(given))
     return _Documents(ids, ids if key_ids is None else key_ids)
 
 
@@ -482,7 +458,7 @@ def dense(keep: Tensor) -> Mask:
     """
     if not isinstance(keep, Tensor) or keep.dtype != torch.bool or keep.dim() not in (2, 3, 4):
         raise invalid(
-            "dense", "keep", "be a bool tensor (L, S), (B, L, S) or 4-D; float scores go into bias()", _text(keep)
+            "dense", "keep", "be a bool tensor (L, S), (B, L, S) or 4-D; float scores go into bias()", said(keep)
         )
     return _Given("dense", "keep", _four_dims(keep))
 
@@ -499,7 +475,7 @@ def bias(scores: Tensor) -> Mask:
     """
     if not isinstance(scores, Tensor) or not scores.is_floating_point() or scores.dim() not in (2, 3, 4):
         raise invalid(
-            "bias", "scores", "be a floating tensor (L, S), (B, L, S) or 4-D; bool masks go into dense()", _text(scores)
+            "bias", "scores", "be a floating tensor (L, S), (B, L, S) or 4-D; bool masks go into dense()", said(scores)
         )
     return _Given("bias", "scores", _four_dims(scores))
 
@@ -526,16 +502,14 @@ def from_torch(
     return read_torch("from_torch", attn_mask, key_padding_mask, is_causal)
 
 
-def read_torch(
-    caller: str, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool
-) -> Mask | None:
+def read_torch(caller: str, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool) -> Mask | None:
     """`from_torch`, with the name that errors begin with."""
     found: Mask | None = causal() if is_causal else None
     for argument, mask, ranks in (("attn_mask", attn_mask, (2, 3, 4)), ("key_padding_mask", key_padding_mask, (2,))):
         if mask is None:
             continue
         if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
-            raise invalid(caller, argument, "be a bool (True blocks) or floating (added) tensor", _text(mask))
+            raise invalid(caller, argument, "be a bool (True blocks) or floating (added) tensor", said(mask))
         if mask.dim() not in ranks:
             raise invalid(caller, argument, f"be {_TORCH_SHAPES[argument]}", f"{mask.dim()}-D {tuple(mask.shape)}")
         found = _and(found, _Torch(caller, argument, ~mask if mask.dtype == torch.bool else mask))
@@ -567,10 +541,10 @@ def lower(mask: Mask | None, size: Size, dtype: torch.dtype | None = None) -> Lo
             continue
         term_keep, term_score = term.keep(size), term.score(size)
         if term_score is not None and dtype is not None and term_score.dtype != dtype:
-            term_score = _cast(term_score, dtype)
+            term_score = cast_scores(term_score, dtype)
         if term_keep is not None:
             keep = term_keep if keep is None else keep & term_keep
-        score = _sum(score, term_score)
+        score = add_scores(score, term_score)
     return Lowered(causal_flag, keep, score)
 
 
@@ -624,7 +598,7 @@ def _per_key(mask: Mask) -> bool:
 def _operand(symbol: str, other: object) -> Mask:
     if not isinstance(other, Mask):
         rule = "be a Mask (wrap a tensor in masks.dense or masks.bias)"
-        raise invalid(f"Mask {symbol}", "the other operand", rule, _text(other))
+        raise invalid(f"Mask {symbol}", "the other operand", rule, said(other))
     return other
 
 
@@ -638,24 +612,6 @@ def _and(left: Mask | None, right: Mask) -> Mask:
     return right if left is None else _And(left, right)
 
 
-def _lower_triangle(size: Size, offset: int | Tensor) -> Tensor:
-    query_L1 = torch.arange(size.queries, device=size.device)[:, None]
-    keep = torch.arange(size.keys, device=size.device) <= query_L1 + offset
-    return keep if keep.dim() == 4 else keep[None, None]
-
-
-def _per_sample(function: str, argument: str, value: int | Tensor, size: Size) -> int | Tensor:
-    """An int as it is, a tensor as (B, 1, 1, 1) or ()."""
-    if not isinstance(value, Tensor):
-        return value
-    _same_device(function, argument, value, size)
-    if value.dim() == 0:
-        return value
-    if value.shape[0] not in (1, size.batch):
-        raise invalid(function, argument, f"have one entry per sample, B = {size.batch}", tuple(value.shape))
-    return value[:, None, None, None]
-
-
 def _count(function: str, argument: str, value: int | Tensor) -> int | Tensor:
     fits = isinstance(value, int) and not isinstance(value, bool)
     if isinstance(value, Tensor):
@@ -663,7 +619,7 @@ def _count(function: str, argument: str, value: int | Tensor) -> int | Tensor:
     elif isinstance(value, torch.SymInt):
         fits = True
     if not fits:
-        raise invalid(function, argument, "be an int or an integer tensor of shape () or (B,)", _text(value))
+        raise invalid(function, argument, "be an int or an integer tensor of shape () or (B,)", said(value))
     return value
 
 
@@ -682,54 +638,3 @@ def _four_dims(tensor: Tensor) -> Tensor:
 
 def _not_integer(tensor: Tensor) -> bool:
     return tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex()
-
-
-def _same_device(function: str, argument: str, tensor: Tensor, size: Size) -> None:
-    if tensor.device != size.device:
-        raise invalid(function, argument, f"be on the query's device {size.device}", tensor.device)
-
-
-def _cast(scores: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast so that finite values stay finite: a narrower dtype would round a large penalty to -inf, which hides."""
-    limits = torch.finfo(dtype)
-    if torch.finfo(scores.dtype).max <= limits.max:
-        return scores.to(dtype)
-    return torch.where(scores == -math.inf, scores, scores.clamp(limits.min, limits.max)).to(dtype)
-
-
-def _sum(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    if left is None or right is None:
-        return right if left is None else left
-    limits = torch.finfo(torch.result_type(left, right))
-    hidden = (left == -math.inf) | (right == -math.inf)
-    return torch.where(hidden, -math.inf, (left + right).clamp(min=limits.min))
-
-
-def _text(value: object) -> str:
-    if isinstance(value, Tensor):
-        small = value.dim() <= 1 and value.numel() <= 8 and value.device.type == "cpu"
-        return str(value.tolist()) if small else f"{value.dtype} {tuple(value.shape)}"
-    return repr(value)
-
-
-def _picture(keep_LS: Tensor, bias_LS: Tensor | None) -> str:
-    L, S = keep_LS.shape
-    rows, columns = -(-L // _MAX_DRAWN), -(-S // _MAX_DRAWN)
-    blocks = rows > 1 or columns > 1
-    lines = []
-    if bias_LS is not None and not blocks and bool((bias_LS[keep_LS] != 0).any()):
-        cells = [[f"{bias_LS[i, j].item():.3g}" if keep_LS[i, j] else "." for j in range(S)] for i in range(L)]
-    else:
-        cells = []
-        for i in range(0, L, rows):
-            line = [keep_LS[i : i + rows, j : j + columns] for j in range(0, S, columns)]
-            cells.append(["#" if block.all() else "+" if block.any() else "." for block in line])
-    width = max(len(cell) for line in [*cells, [str((S - 1) % 10)]] for cell in line)
-    header = [str(j if width >= len(str(S - 1)) else j % 10) for j in range(0, S, columns)]
-    if blocks:
-        header = [str(n % 10) for n in range(len(header))]
-    for label, line in [("", header), *((str(i * rows), line) for i, line in enumerate(cells))]:
-        lines.append(f"{label:>5}   " + " ".join(f"{cell:>{width}}" for cell in line))
-    if blocks:
-        lines.append(f"        one cell is {rows} queries x {columns} keys; + is partly visible")
-    return "\n".join(lines)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +16,10 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack
 from headwise._checks import invalid
 from headwise.core.backends import PLAIN, choose, eager, run_unmasked
 from headwise.core.functional import prepare
-from headwise.core.masks import Mask, Size, appended, read_torch, visible_keys
-from headwise.core.projections import ProjectedAttention, call, is_hooked
+from headwise.core.layouts import is_hooked
+from headwise.core.lowering import Size
+from headwise.core.masks import Mask, appended, read_torch, visible_keys
+from headwise.core.projections import ProjectedAttention, call, unobserved
 
 __all__ = ["Attend", "MultiheadAttention"]
 
@@ -27,7 +30,7 @@ class Attend(nn.Module):
     """The attention inside a module, without parameters: receives the final queries, keys, values and mask.
 
     A forward pre-hook on it sees `(query (B, H, L, K), key (B, G, S, K), value, mask)` of every call, whichever kernel
-    runs; `headwise.attention_weights(query, key, mask=mask)` gives the weights. `key` includes `bias_k` and the zero key.
+    runs; `headwise.attention_weights(query, key, mask=mask)` gives the weights. `key` ends in `bias_k` and the zeros.
     """
 
     def forward(
@@ -117,17 +120,17 @@ class MultiheadAttention(ProjectedAttention):
         fused_qkv: bool = False,
     ) -> None:
         super().__init__()
-        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "kdim": kdim, "vdim": vdim}
+        self.kdim = embed_dim if kdim is None else kdim
+        self.vdim = embed_dim if vdim is None else vdim
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "kdim": self.kdim, "vdim": self.vdim}
         for name, value in sizes.items():
-            if (value is not None or name in ("embed_dim", "num_heads")) and not (_is_int(value) and value > 0):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise invalid(_NAME, name, "be an int of at least 1", repr(value))
         if embed_dim % num_heads:
             nearest = embed_dim // num_heads * num_heads or num_heads
             rule = f"be a multiple of num_heads {num_heads}, such as {nearest} or {nearest + num_heads}"
             raise invalid(_NAME, "embed_dim", rule, embed_dim)
         self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
-        self.kdim = embed_dim if kdim is None else kdim
-        self.vdim = embed_dim if vdim is None else vdim
         self.batch_first, self.add_zero_attn = batch_first, add_zero_attn
         self.average_attn_weights = average_attn_weights
         self._warned_of_zero_one = False
@@ -143,12 +146,15 @@ class MultiheadAttention(ProjectedAttention):
 
     @dropout.setter
     def dropout(self, probability: float) -> None:
-        self.attn_dropout.p = _probability(probability)  # type: ignore[assignment]
+        if not isinstance(self.attn_dropout, nn.modules.dropout._DropoutNd):
+            kind = type(self.attn_dropout).__name__
+            raise invalid(_NAME, "dropout", "be set on attn_dropout while that is a dropout layer", kind)
+        self.attn_dropout.p = _probability(probability)
 
     def extra_repr(self) -> str:
         """torch's arguments where they differ from the default, and the widths always."""
         said = [f"{self.embed_dim}, num_heads={self.num_heads}, batch_first={self.batch_first}"]
-        has_bias = self.out_proj.bias is not None
+        has_bias = getattr(self.out_proj, "bias", None) is not None
         for shown, text in (
             (self.kdim != self.embed_dim, f"kdim={self.kdim}"),
             (self.vdim != self.embed_dim, f"vdim={self.vdim}"),
@@ -189,8 +195,8 @@ class MultiheadAttention(ProjectedAttention):
             average_attn_weights: True averages the returned weights over heads, False gives each head's. None: what the
                 constructor was told.
             is_causal: query l sees keys 0 .. l only, beside all other masks; needs no `attn_mask`.
-            query_padding_mask: (B, L), or (L,) unbatched; bool with True = padding: output and weights there are exactly
-                0, the output bias included.
+            query_padding_mask: (B, L), or (L,) unbatched; bool with True = padding: output and weights there are
+                exactly 0, the output bias included.
             mask: a Mask of `headwise.masks` (True may attend), intersected with the above.
 
         Returns:
@@ -206,40 +212,36 @@ class MultiheadAttention(ProjectedAttention):
 
         Cost: see the class; averaged weights hold one head at a time when no gradient is needed.
         """
+        if isinstance(query, Tensor) and query.is_nested:
+            masks = (key_padding_mask, attn_mask, query_padding_mask, mask)
+            return _attend_nested(self, (query, key, value), masks, need_weights, is_causal), None
         batched = _check_inputs(self, query, key, value, key_padding_mask, attn_mask, query_padding_mask, mask)
-        batch_first, dtype = self.batch_first, query.dtype
+        batch_first = self.batch_first
         if not batched:
             query, key, value = _once(lambda t: t.unsqueeze(0 if batch_first else 1), query, key, value)
-            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
-            query_padding_mask = None if query_padding_mask is None else query_padding_mask.unsqueeze(0)
-        joined = mask
+            key_padding_mask, query_padding_mask = _batch_of_one(key_padding_mask), _batch_of_one(query_padding_mask)
         if is_causal or key_padding_mask is not None or attn_mask is not None:
-            joined = _join_masks(self, key_padding_mask, attn_mask, is_causal, mask)
-        if (joined is not None or query_padding_mask is not None) and torch.is_grad_enabled():
-            query, key, value = _still(self, query, key, value, joined, query_padding_mask)
-        try:
-            q_BHLK, k_BHSK, v_BHSK = self._project(query, key, value, self.head_dim, batch_first)
-        except RuntimeError as error:
-            raise _check_kind(self, query, key, value) or error from None
+            mask = _join_masks(self, key_padding_mask, attn_mask, is_causal, mask)
+        if (mask is not None or query_padding_mask is not None) and torch.is_grad_enabled():
+            query, key, value = _still(self, query, key, value, mask, query_padding_mask)
+        q_BHLK, k_BHSK, v_BHSK = self._project(query, key, value, self.head_dim, batch_first)
         if self.add_zero_attn or self.bias_k is not None:
-            k_BHSK, v_BHSK, joined = self._append(k_BHSK, v_BHSK, joined)
-        modules = self._modules  # `self.attend` and so on would be a slow look-up each
+            k_BHSK, v_BHSK, mask = self._append(k_BHSK, v_BHSK, mask)
+        modules: dict[str, Any] = self._modules  # `self.attend` and so on would be a slow look-up each
         dropout, drop = _dropout_of(modules["attn_dropout"])
         average = self.average_attn_weights if average_attn_weights is None else average_attn_weights
-        out_BHLK, weights = modules["attend"](q_BHLK, k_BHSK, v_BHSK, joined, dropout, drop, need_weights, average)
+        attend = modules["attend"].forward if unobserved(modules["attend"]) else modules["attend"]
+        out_BHLK, weights = attend(q_BHLK, k_BHSK, v_BHSK, mask, dropout, drop, need_weights, average)
         out = (out_BHLK.transpose(1, 2) if batch_first else out_BHLK.permute(2, 0, 1, 3)).flatten(2)
         out = call(modules["out_proj"], out)
         if query_padding_mask is not None:
             out = out.masked_fill((query_padding_mask if batch_first else query_padding_mask.T)[..., None], 0)
         if weights is not None:
-            weights = weights.to(dtype)
-            if query_padding_mask is not None:
-                weights = weights.masked_fill(query_padding_mask.view(-1, *(1,) * (not average), weights.shape[-2], 1), 0)
-            weights = weights if batched else weights.squeeze(0)
+            weights = _finish_weights(weights, query.dtype, batched, query_padding_mask)
         return (out if batched else out.squeeze(0 if batch_first else 1)), weights
 
     def _append(self, k_BHSK: Tensor, v_BHSK: Tensor, mask: Mask | None) -> tuple[Tensor, Tensor, Mask | None]:
-        """Keys and values with `bias_k`, `bias_v` and the zeros at their end, and a mask that shows them to everyone."""
+        """Keys and values that end in `bias_k`, `bias_v` and the zeros, and a mask that shows these to everyone."""
         B, H, _, K = k_BHSK.shape
         keys, values = [k_BHSK], [v_BHSK]
         if self.bias_k is not None and self.bias_v is not None:
@@ -249,10 +251,6 @@ class MultiheadAttention(ProjectedAttention):
             keys.append(k_BHSK.new_zeros(B, H, 1, K))
             values.append(v_BHSK.new_zeros(B, H, 1, K))
         return torch.cat(keys, dim=2), torch.cat(values, dim=2), appended(mask, len(keys) - 1)
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _probability(value: float) -> float:
@@ -293,15 +291,57 @@ def _join_masks(
                 warnings.warn(
                     f"{_NAME}: the floating {name} holds only 0 and 1, which are added to the scores and hide nothing; "
                     f"if 1 means 'may not attend' pass {name}.bool(), if it means 'may attend' pass {name} == 0",
-                    stacklevel=4,
+                    stacklevel=5,  # _join_masks, forward, two frames of nn.Module
                 )
     joined = read_torch(_NAME, attn_mask, key_padding_mask, is_causal)
     assert joined is not None
     return joined if mask is None else joined & mask
 
 
+def _batch_of_one(mask: Tensor | None) -> Tensor | None:
+    return None if mask is None else mask.unsqueeze(0)
+
+
+def _finish_weights(weights: Tensor, dtype: torch.dtype, batched: bool, query_padding_mask: Tensor | None) -> Tensor:
+    """In the dtype of the input, 0 for padded queries, without the batch dimension that was added."""
+    weights = weights.to(dtype)
+    if query_padding_mask is not None:
+        rows = query_padding_mask[:, :, None] if weights.dim() == 3 else query_padding_mask[:, None, :, None]
+        weights = weights.masked_fill(rows, 0)
+    return weights if batched else weights.squeeze(0)
+
+
+def _attend_nested(
+    module: MultiheadAttention,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    masks: tuple[Tensor | Mask | None, ...],
+    need_weights: bool,
+    is_causal: bool,
+) -> Tensor:
+    """Self-attention of a nested tensor (B, *, D): torch's encoder makes one of a padding mask in eval."""
+    query, key, value = inputs
+    usual = query is key and key is value and module.batch_first and query.dim() == 3
+    if not usual or need_weights or any(mask is not None for mask in masks):
+        rule = "be padded and masked by key_padding_mask; nested, only self-attention runs, (B, *, D), batch_first, "
+        rule += "without masks and with need_weights=False"
+        raise invalid(_NAME, "query, key and value", rule, "nested tensors beyond that")
+    samples = query.unbind()
+    lengths = torch.tensor([sample.shape[0] for sample in samples], device=query.device)
+    padded = query.to_padded_tensor(0.0)
+    padding = torch.arange(padded.shape[1], device=query.device) >= lengths[:, None]
+    out, _ = module(padded, padded, padded, key_padding_mask=padding, need_weights=False, is_causal=is_causal)
+    kept = [row[: sample.shape[0]] for row, sample in zip(out.unbind(), samples, strict=True)]
+    return torch.nested.as_nested_tensor(kept, layout=query.layout)
+
+
 def _zeros_and_ones(mask: Tensor) -> bool:
-    if not mask.is_floating_point() or mask.device.type != "cpu" or not eager() or mask.numel() == 0:
+    if (
+        not isinstance(mask, Tensor)
+        or not mask.is_floating_point()
+        or mask.device.type != "cpu"
+        or not eager()
+        or mask.numel() == 0
+    ):
         return False
     if type(mask) not in (Tensor, nn.Parameter) or _len_torch_dispatch_stack():
         return False
@@ -355,14 +395,16 @@ def _check_inputs(
     mask: Mask | None,
 ) -> bool:
     """Whether the input is batched; raises at whatever could not be computed, or would be computed wrongly."""
-    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)):
+    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)) or (
+        key.is_nested or value.is_nested
+    ):
         kinds = ", ".join(type(given).__name__ for given in (query, key, value))
-        raise invalid(_NAME, "query, key and value", "be tensors", kinds)
+        raise invalid(_NAME, "query, key and value", "be tensors, nested all or none", kinds)
     query_shape = query.shape
     masked = not (key_padding_mask is None and attn_mask is None and query_padding_mask is None and mask is None)
-    if query is key and key is value and len(query_shape) == 3 and not (masked or query.is_nested):
+    if query is key and key is value and len(query_shape) == 3 and not masked:
         D = query_shape[2]
-        if D == module.embed_dim and D == module.kdim and D == module.vdim:
+        if module.embed_dim == D and module.kdim == D and module.vdim == D:
             return True  # the usual call, early
     key_shape = query_shape if key is query else key.shape
     value_shape = key_shape if value is key else value.shape
@@ -371,7 +413,6 @@ def _check_inputs(
         rank not in (2, 3)
         or len(key_shape) != rank
         or len(value_shape) != rank
-        or query.is_nested
         or query_shape[-1] != module.embed_dim
         or key_shape[-1] != module.kdim
         or value_shape[-1] != module.vdim
@@ -386,8 +427,6 @@ def _check_inputs(
 
 def _misfit(module: MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> ValueError:
     """Which rule the shapes break, the first one first."""
-    if query.is_nested:
-        return invalid(_NAME, "query", "be a strided tensor; pad it and pass key_padding_mask", "a nested one")
     shapes: dict[str, Tensor | None] = {"query": query, "key": key, "value": value}
     ranks = (query.dim(), key.dim(), value.dim())
     if ranks not in ((3, 3, 3), (2, 2, 2)):
@@ -403,21 +442,6 @@ def _misfit(module: MultiheadAttention, query: Tensor, key: Tensor, value: Tenso
         return invalid(_NAME, "key", rule, key.shape[batch], **shapes)
     rule = f"have the key's batch size and length, {tuple(key.shape[:-1])}"
     return invalid(_NAME, "value", rule, tuple(value.shape[:-1]), **shapes)
-
-
-def _check_kind(module: MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> ValueError | None:
-    """Why a projection failed, if dtype or device is the reason.
-
-    Asked afterwards, since only the projections themselves know what they take (adapters, quantized ones).
-    """
-    out_proj = module._modules["out_proj"]
-    weight = None if out_proj is None else out_proj._parameters.get("weight")
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        for what, want in (("dtype", weight), ("device", weight)):
-            if want is not None and getattr(tensor, what) != getattr(want, what):
-                rule = f"have the parameters' {what}, {getattr(want, what)}; convert it or the module with .to()"
-                return invalid(_NAME, name, rule, getattr(tensor, what), query=query, key=key, value=value)
-    return None
 
 
 def _layout_hint(module: MultiheadAttention) -> str:
@@ -447,7 +471,9 @@ def _check_masks(
         if given is None:
             continue
         kinds = "bool" if letter == "L" else "bool or floating"
-        fits = isinstance(given, Tensor) and (given.dtype == torch.bool or (letter == "S" and given.is_floating_point()))
+        fits = isinstance(given, Tensor) and (
+            given.dtype == torch.bool or (letter == "S" and given.is_floating_point())
+        )
         if not fits:
             rule = f"be a {kinds} tensor with True for padding"
             raise invalid(_NAME, name, rule, getattr(given, "dtype", type(given).__name__), **shapes)

@@ -1,0 +1,348 @@
+"""The two layouts of the input projections: converting, reading and writing one as the other, loading and saving.
+
+Split: children `q_proj`, `k_proj`, `v_proj`. Fused: torch's Parameters. `state_dict` speaks torch's names for both.
+
+Letters: D model width.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from headwise._checks import invalid
+from headwise.core.backends import transformed
+from headwise.core.read_only import ReadOnly
+
+CHILDREN = ("q_proj", "k_proj", "v_proj")
+WEIGHTS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+TORCH_NAMES = frozenset(("in_proj_weight", "in_proj_bias", *WEIGHTS))
+
+
+class Projected(Protocol):
+    """What this module needs to know of an attention module."""
+
+    embed_dim: int
+    kdim: int
+    vdim: int
+    training: bool
+    _modules: dict[str, nn.Module | None]
+    _parameters: dict[str, nn.Parameter | None]
+
+    @property
+    def fused_qkv(self) -> bool: ...
+
+
+def one_width(module: Projected) -> bool:
+    """Whether queries, keys and values are equally wide, so that their projections stack into one matrix."""
+    return module.kdim == module.embed_dim == module.vdim
+
+
+def empty(*shape: int, **factory: Any) -> nn.Parameter:
+    """A Parameter to be drawn later."""
+    return nn.Parameter(torch.empty(*shape, **factory))
+
+
+def linear(width_in: int, width_out: int, bias: bool, **factory: Any) -> nn.Linear:
+    """An `nn.Linear` that draws no random numbers."""
+    made = nn.Linear(width_in, width_out, bias=bias, device="meta", dtype=factory.get("dtype"))
+    made.weight = empty(width_out, width_in, **factory)
+    if bias:
+        made.bias = empty(width_out, **factory)
+    return made
+
+
+def is_plain(tensor: object) -> bool:
+    """Whether it is a tensor or Parameter and nothing more: not sharded, quantized or wrapped."""
+    return type(tensor) in (Tensor, nn.Parameter) and type(cast(Tensor, tensor).data) is Tensor
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether calling the module does more than its class says."""
+    state = module.__dict__
+    return bool(
+        state["_forward_hooks"]
+        or state["_forward_pre_hooks"]
+        or state["_backward_hooks"]
+        or state["_backward_pre_hooks"]
+        or "forward" in state
+    )
+
+
+class Reset:
+    """`reset_parameters` of a projection: what it was under its parent. A class, so that it pickles and copies."""
+
+    def __init__(self, child: nn.Linear, stacked: int | None) -> None:
+        self.child, self.stacked = child, stacked
+
+    def __call__(self) -> None:
+        if self.stacked is None:
+            nn.Linear.reset_parameters(self.child)
+        else:
+            fan_out, fan_in = self.child.weight.shape
+            bound = math.sqrt(6 / (fan_in + self.stacked * fan_out))
+            nn.init.uniform_(self.child.weight, -bound, bound)
+        if self.child.bias is not None:
+            nn.init.zeros_(self.child.bias)
+
+
+def own_child_resets(module: Projected) -> None:
+    """Loops that reset every module reach the children last; they must not undo torch's distributions."""
+    for name in ("out_proj", *(() if module.fused_qkv else CHILDREN)):
+        child = module._modules[name]
+        assert isinstance(child, nn.Linear)
+        stacked = 3 if name in CHILDREN and one_width(module) else 1
+        object.__setattr__(child, "reset_parameters", Reset(child, None if name == "out_proj" else stacked))
+
+
+def reset_children(module: Projected) -> None:
+    """Draw the split projections: torch's numbers under the same seed where torch would stack them."""
+    children = [cast(nn.Linear, module._modules[name]) for name in CHILDREN]
+    weights = [child.weight for child in children]
+    if not one_width(module) or not all(is_plain(weight) for weight in weights):
+        for child in children:
+            child.reset_parameters()
+        return
+    stacked = nn.init.xavier_uniform_(torch.empty_like(torch.cat(weights).detach()))
+    with torch.no_grad():
+        for weight, part in zip(weights, stacked.chunk(3), strict=True):
+            weight.copy_(part)
+    for child in children:
+        if child.bias is not None:
+            nn.init.zeros_(child.bias)
+
+
+def fuse(module: Projected) -> None:
+    """Children to Parameters, in place."""
+    children = [plain_child("fuse_projections", module, name) for name in CHILDREN]
+    for part in ("weight", "bias"):
+        held: list[nn.Parameter] = [parameter for child in children if (parameter := getattr(child, part)) is not None]
+        where = f"{part} of q_proj, k_proj and v_proj"
+        if len(held) not in (0, 3):
+            raise invalid("fuse_projections", where, "be there for all or for none", f"{len(held)} of 3")
+        if len({parameter.requires_grad for parameter in held}) > 1:
+            raise invalid("fuse_projections", where, "be frozen all or none", "some")
+        if len({(parameter.dtype, parameter.device) for parameter in held}) > 1:
+            raise invalid("fuse_projections", where, "share one dtype and device", "several")
+    weights = cast("list[nn.Parameter]", [child.weight for child in children])
+    biases = cast("list[nn.Parameter]", [child.bias for child in children if child.bias is not None])
+    for name in CHILDREN:
+        del module._modules[name]
+    own = {**module._parameters}
+    module._parameters.clear()
+    for name, weight in zip(WEIGHTS, weights, strict=True):
+        module._parameters[name] = None if one_width(module) else weight
+    module._parameters["in_proj_weight"] = _joined(weights) if one_width(module) else None
+    module._parameters["in_proj_bias"] = _joined(biases) if biases else None
+    module._parameters.update(own)  # bias_k and bias_v come after, as torch orders them
+
+
+def split(module: Projected) -> None:
+    """Parameters to children, in place."""
+    for name in ("in_proj_weight", *WEIGHTS, "in_proj_bias"):
+        parameter = module._parameters.get(name, 0)
+        if parameter is not None and not is_plain(parameter):
+            raise invalid("split_projections", name, "be a plain Parameter", "a parametrized or sharded one")
+    stacked, bias = module._parameters["in_proj_weight"], module._parameters["in_proj_bias"]
+    weights = [module._parameters[name] for name in WEIGHTS] if stacked is None else _parts(stacked)
+    biases = [None] * 3 if bias is None else _parts(bias)
+    for name in TORCH_NAMES:
+        del module._parameters[name]
+    others = {**module._modules}
+    module._modules.clear()
+    for name, weight, part in zip(CHILDREN, weights, biases, strict=True):
+        assert weight is not None
+        child = nn.Linear(weight.shape[1], weight.shape[0], bias=part is not None, device="meta")
+        child.weight = weight
+        if part is not None:
+            child.bias = part
+        module._modules[name] = child.train(module.training)
+    module._modules.update(others)
+    own_child_resets(module)
+
+
+def plain_child(function: str, module: Projected, name: str) -> nn.Linear:
+    """The child, if it is an `nn.Linear` of this layout that nothing has been attached to."""
+    child = module._modules[name]
+    width = dict(zip(CHILDREN, (module.embed_dim, module.kdim, module.vdim), strict=True))[name]
+    if type(child) is not nn.Linear:
+        raise invalid(function, name, "be exactly an nn.Linear", type(child).__name__)
+    if is_hooked(child) or child._modules or child._buffers:
+        raise invalid(function, name, "carry no hooks, buffers or children", "some; remove them first")
+    for parameter in child.parameters():
+        if not is_plain(parameter):
+            raise invalid(
+                function, name, "hold plain tensors", f"{type(parameter.data).__name__}, sharded or quantized"
+            )
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise invalid(function, name, "carry no hooks on its parameters", "some; remove them first")
+    if tuple(child.weight.shape) != (module.embed_dim, width):
+        raise invalid(function, name, f"have a weight {(module.embed_dim, width)}", tuple(child.weight.shape))
+    return child
+
+
+def _joined(parameters: list[nn.Parameter]) -> nn.Parameter:
+    joined = nn.Parameter(torch.cat([p.detach() for p in parameters]), requires_grad=parameters[0].requires_grad)
+    if any(parameter.grad is not None for parameter in parameters):
+        joined.grad = torch.cat([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]).detach()
+    return joined
+
+
+def _parts(parameter: nn.Parameter) -> list[nn.Parameter]:
+    """Three Parameters of their own memory."""
+    frozen = not parameter.requires_grad
+    parts = [nn.Parameter(part.clone(), requires_grad=not frozen) for part in parameter.detach().chunk(3)]
+    if parameter.grad is not None:
+        for part, grad in zip(parts, parameter.grad.chunk(3), strict=True):
+            part.grad = grad.clone()
+    return parts
+
+
+def read_as_torch(module: Projected, name: str) -> Any:
+    """A torch name while split: None where torch has None, the child's own weight, or the read-only whole.
+
+    `in_proj_bias` is None too where it cannot be joined (adapted or quantized children): torch's encoder layers ask
+    whether it is None, in eval, before they call their attention.
+    """
+    if name in WEIGHTS:
+        return None if one_width(module) else cast(nn.Linear, module._modules[name.removesuffix("_weight")]).weight
+    if name == "in_proj_weight" and not one_width(module):
+        return None
+    part = name.removeprefix("in_proj_")
+    tensors = [getattr(module._modules[child], part, None) for child in CHILDREN]
+    D = module.embed_dim
+    shape = (D, D) if part == "weight" else (D,)
+    if not all(isinstance(tensor, Tensor) and tuple(tensor.shape) == shape for tensor in tensors):
+        if part == "bias":
+            return None
+        kinds = ", ".join(type(module._modules[child]).__name__ for child in CHILDREN)
+        raise AttributeError(
+            f"{name}: the projections ({kinds}) do not hold a weight {shape} each that could be joined"
+        )
+    try:
+        whole = torch.cat(cast("list[Tensor]", tensors))
+    except (RuntimeError, NotImplementedError) as error:
+        raise AttributeError(f"{name}: the projections cannot be joined: {error}") from error
+    fresh = torch.compiler.is_compiling() or transformed() or type(whole) is not Tensor
+    return whole if fresh else whole.as_subclass(ReadOnly)
+
+
+def write_as_torch(module: Projected, name: str, value: object) -> None:
+    """Assign a Parameter to a torch name while split: its parts become the children's own."""
+    if not isinstance(value, nn.Parameter):
+        raise TypeError(
+            f"{name}: only an nn.Parameter can be assigned while the projections are split; got {type(value).__name__}"
+        )
+    part = "bias" if name == "in_proj_bias" else "weight"
+    names = (name.removesuffix("_weight"),) if name in WEIGHTS else CHILDREN
+    children = [plain_child("__setattr__", module, child) for child in names]
+    shape = (sum(child.out_features for child in children), *(() if part == "bias" else (children[0].in_features,)))
+    misplaced = part == "weight" and (name in WEIGHTS) == one_width(module)
+    if misplaced or tuple(value.shape) != shape or getattr(children[0], part) is None:
+        raise invalid(
+            "__setattr__", name, f"fit a module of kdim {module.kdim}, vdim {module.vdim}", tuple(value.shape)
+        )
+    for child, own in zip(children, [value] if name in WEIGHTS else _parts(value), strict=True):
+        setattr(child, part, own)
+
+
+def speak_torch(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
+    """After `state_dict()`: torch's names in torch's order, while the children hold plain tensors and nothing else."""
+    projected = cast(Projected, module)
+    if projected.fused_qkv:
+        return
+    own = {key: state_dict[key] for key in state_dict if key.startswith(prefix)}
+    found = []
+    for child in CHILDREN:
+        start = f"{prefix}{child}."
+        held = {key.removeprefix(start): value for key, value in own.items() if key.startswith(start)}
+        if set(held) not in ({"weight"}, {"weight", "bias"}) or not all(map(is_plain, held.values())):
+            return
+        found.append(held)
+    if len({len(held) for held in found}) != 1:
+        return
+    weights = [held["weight"] for held in found]
+    spoken = (
+        {"in_proj_weight": torch.cat(weights)} if one_width(projected) else dict(zip(WEIGHTS, weights, strict=True))
+    )
+    if "bias" in found[0]:
+        spoken["in_proj_bias"] = torch.cat([held["bias"] for held in found])
+    for key in own:
+        del state_dict[key]
+    state_dict.update({f"{prefix}{name}": value for name, value in spoken.items()})
+    starts = tuple(f"{prefix}{child}." for child in CHILDREN)
+    state_dict.update({key: value for key, value in own.items() if not key.startswith(starts)})
+
+
+def spell(
+    module: Projected,
+    state_dict: dict[str, Any],
+    prefix: str,
+    assign: bool,
+    missing_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    """Before loading: respell whatever names came (torch's, `q_proj_weight`, `q_proj.weight`) as the layout's own.
+
+    Each fault is noted once, and the module's own values are fed in its place, so that torch's loader adds none.
+    """
+    own = dict(cast(nn.Module, module).named_parameters(remove_duplicate=False))
+    D, widths = module.embed_dim, (module.embed_dim, module.kdim, module.vdim)
+    for part in ("weight", "bias"):
+        children = [f"{child}.{part}" for child in CHILDREN]
+        flat = list(WEIGHTS) if part == "weight" else []
+        packed = [f"in_proj_{part}"]
+        as_torch = flat if part == "weight" and not one_width(module) else packed
+        target = as_torch if module.fused_qkv else children
+        if not all(name in own for name in target):
+            continue  # adapted, quantized or parametrized projections keep their own names
+        present = [names for names in (packed, flat, children) if any(prefix + name in state_dict for name in names)]
+        if len(present) > 1:
+            both = ", ".join(prefix + name for names in present for name in names if prefix + name in state_dict)
+            error_msgs.append(f"one weight is present under two spellings: {both}; keep one of them")
+        elif not present:
+            missing_keys.extend(prefix + name for name in as_torch)
+        elif present[0] == target or not all(prefix + name in state_dict for name in present[0]):
+            continue  # loads, or is reported, like any Parameter
+        came = [
+            (name, state_dict.pop(prefix + name)) for names in present for name in names if prefix + name in state_dict
+        ]
+        if len(present) == 1:
+            shapes: list[tuple[int, ...]] = [(D, width) if part == "weight" else (D,) for width in widths]
+            wrong = _misfits(module, present[0], came, shapes, prefix)
+            error_msgs.extend(wrong)
+            if not wrong:
+                tensors = [tensor for _, tensor in came]
+                state_dict.update(_respelled(tensors, [prefix + name for name in target], assign))
+                continue
+        state_dict.update({prefix + name: own[name] for name in target})
+
+
+def _misfits(
+    module: Projected, names: list[str], came: list[tuple[str, Any]], shapes: list[tuple[int, ...]], prefix: str
+) -> list[str]:
+    """What torch would say of values that do not fit."""
+    packed = len(names) == 1
+    if packed and len(set(shapes)) > 1:
+        return [f"{prefix}{names[0]} cannot hold projections of different widths {shapes}; pass {', '.join(WEIGHTS)}"]
+    wanted = [(3 * module.embed_dim, *shapes[0][1:])] if packed else shapes
+    return [
+        f"While copying the parameter {prefix + name!r}, expected torch.Tensor from checkpoint, got {type(value)}"
+        if not isinstance(value, Tensor)
+        else f"size mismatch for {prefix + name}: copying a param with shape {value.shape} from checkpoint, "
+        f"the shape in current model is {torch.Size(shape)}."
+        for (name, value), shape in zip(came, wanted, strict=True)
+        if not isinstance(value, Tensor) or tuple(value.shape) != shape
+    ]
+
+
+def _respelled(tensors: list[Tensor], target: list[str], assign: bool) -> dict[str, Tensor]:
+    thirds = list(tensors[0].chunk(3)) if len(tensors) == 1 else tensors
+    if len(target) == 1:
+        return {target[0]: torch.cat(thirds)}
+    if assign and len(tensors) == 1:  # as they are, chunks would become three Parameters in one piece of memory
+        thirds = [third.clone() for third in thirds]
+    return dict(zip(target, thirds, strict=True))
