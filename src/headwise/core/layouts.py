@@ -305,24 +305,24 @@ def spell(
             error_msgs.append(f"one weight is present under two spellings: {both}; keep one of them")
         elif not present:
             missing_keys.extend(prefix + name for name in as_torch)
-        elif present[0] == target or not all(prefix + name in state_dict for name in present[0]):
+        elif present[0] == target or (len(target) == 1 and not all(prefix + name in state_dict for name in present[0])):
             continue  # loads, or is reported, like any Parameter
-        came = [
-            (name, state_dict.pop(prefix + name)) for names in present for name in names if prefix + name in state_dict
-        ]
+        came = {
+            name: state_dict.pop(prefix + name) for names in present for name in names if prefix + name in state_dict
+        }
+        fallback = {prefix + name: own[name] for name in target}
         if len(present) == 1:
             shapes: list[tuple[int, ...]] = [(D, width) if part == "weight" else (D,) for width in widths]
             wrong = _misfits(module, present[0], came, shapes, prefix)
             error_msgs.extend(wrong)
+            missing_keys.extend(prefix + name for name in present[0] if name not in came)
             if not wrong:
-                tensors = [tensor for _, tensor in came]
-                state_dict.update(_respelled(tensors, [prefix + name for name in target], assign))
-                continue
-        state_dict.update({prefix + name: own[name] for name in target})
+                fallback.update(_respelled(present[0], came, [prefix + name for name in target], assign))
+        state_dict.update(fallback)
 
 
 def _misfits(
-    module: Projected, names: list[str], came: list[tuple[str, Any]], shapes: list[tuple[int, ...]], prefix: str
+    module: Projected, names: list[str], came: dict[str, Any], shapes: list[tuple[int, ...]], prefix: str
 ) -> list[str]:
     """What torch would say of values that do not fit."""
     packed = len(names) == 1
@@ -330,19 +330,21 @@ def _misfits(
         return [f"{prefix}{names[0]} cannot hold projections of different widths {shapes}; pass {', '.join(WEIGHTS)}"]
     wanted = [(3 * module.embed_dim, *shapes[0][1:])] if packed else shapes
     return [
-        f"While copying the parameter {prefix + name!r}, expected torch.Tensor from checkpoint, got {type(value)}"
-        if not isinstance(value, Tensor)
-        else f"size mismatch for {prefix + name}: copying a param with shape {value.shape} from checkpoint, "
+        f"While copying the parameter {prefix + name!r}, expected torch.Tensor from checkpoint, got {type(came[name])}"
+        if not isinstance(came[name], Tensor)
+        else f"size mismatch for {prefix + name}: copying a param with shape {came[name].shape} from checkpoint, "
         f"the shape in current model is {torch.Size(shape)}."
-        for (name, value), shape in zip(came, wanted, strict=True)
-        if not isinstance(value, Tensor) or tuple(value.shape) != shape
+        for name, shape in zip(names, wanted, strict=True)
+        if name in came and not (isinstance(came[name], Tensor) and tuple(came[name].shape) == shape)
     ]
 
 
-def _respelled(tensors: list[Tensor], target: list[str], assign: bool) -> dict[str, Tensor]:
-    thirds = list(tensors[0].chunk(3)) if len(tensors) == 1 else tensors
+def _respelled(names: list[str], came: dict[str, Tensor], target: list[str], assign: bool) -> dict[str, Tensor]:
+    """The values that came, under the layout's names; one that is missing among three stays missing."""
+    if len(names) == len(target) == 3:
+        return {new: came[old] for old, new in zip(names, target, strict=True) if old in came}
     if len(target) == 1:
-        return {target[0]: torch.cat(thirds)}
-    if assign and len(tensors) == 1:  # as they are, chunks would become three Parameters in one piece of memory
-        thirds = [third.clone() for third in thirds]
-    return dict(zip(target, thirds, strict=True))
+        return {target[0]: torch.cat([came[name] for name in names])}
+    # assigned as they are, chunks would become three Parameters in one piece of memory
+    thirds = came[names[0]].chunk(3)
+    return dict(zip(target, [third.clone() for third in thirds] if assign else thirds, strict=True))

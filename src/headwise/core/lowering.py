@@ -69,10 +69,10 @@ def per_sample(function: str, argument: str, value: int | Tensor, size: Size) ->
     return value[:, None, None, None]
 
 
-def same_device(function: str, argument: str, tensor: Tensor, size: Size) -> None:
+def same_device(function: str, argument: str, tensor: Tensor, size: Size, **shapes: Tensor) -> None:
     """Refuse a tensor that is not where the scores are."""
     if tensor.device != size.device:
-        raise invalid(function, argument, f"be on the query's device {size.device}", tensor.device)
+        raise invalid(function, argument, f"be on the query's device {size.device}", tensor.device, **shapes)
 
 
 def cast_scores(scores: Tensor, dtype: torch.dtype) -> Tensor:

@@ -317,9 +317,9 @@ class _Given(Mask):
 class _Torch(_Given):
     """A mask of `nn.MultiheadAttention`, polarity already turned; its rank is resolved when the sizes are known."""
 
-    def __init__(self, function: str, argument: str, tensor: Tensor) -> None:
+    def __init__(self, function: str, argument: str, tensor: Tensor, shapes: dict[str, Tensor]) -> None:
         self.function, self.argument = function, argument
-        self.tensors = (tensor,)
+        self.tensors, self.shapes = (tensor,), shapes
         shape = tensor.shape
         L, S = (None if n == 1 and len(shape) == 4 else n for n in shape[-2:])
         if argument == "key_padding_mask":
@@ -331,7 +331,7 @@ class _Torch(_Given):
     def _checked(self, size: Size) -> Tensor:
         tensor, shape = self.tensors[0], self.tensors[0].shape
         B, H, L, S = size[:4]
-        same_device(self.function, self.argument, tensor, size)
+        same_device(self.function, self.argument, tensor, size, **self.shapes)
         if self.argument == "key_padding_mask":
             if shape == (B, S):
                 return tensor[:, None, None, :]
@@ -346,7 +346,7 @@ class _Torch(_Given):
             if shape[0] in (B, 1):
                 return tensor[:, None]
         rule = f"be {_TORCH_SHAPES[self.argument]} with B = {B}, H = {H}, L = {L}, S = {S}"
-        raise invalid(self.function, self.argument, rule, tuple(shape))
+        raise invalid(self.function, self.argument, rule, tuple(shape), **self.shapes)
 
 
 def causal(offset: int | Tensor = 0) -> Mask:
@@ -502,17 +502,25 @@ def from_torch(
     return read_torch("from_torch", attn_mask, key_padding_mask, is_causal)
 
 
-def read_torch(caller: str, attn_mask: Tensor | None, key_padding_mask: Tensor | None, is_causal: bool) -> Mask | None:
-    """`from_torch`, with the name that errors begin with."""
+def read_torch(
+    caller: str,
+    attn_mask: Tensor | None,
+    key_padding_mask: Tensor | None,
+    is_causal: bool,
+    shapes: dict[str, Tensor] | None = None,
+) -> Mask | None:
+    """`from_torch`, with the name that errors begin with and the tensors whose sizes they show."""
+    shown = {} if shapes is None else shapes
     found: Mask | None = causal() if is_causal else None
     for argument, mask, ranks in (("attn_mask", attn_mask, (2, 3, 4)), ("key_padding_mask", key_padding_mask, (2,))):
         if mask is None:
             continue
         if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
-            raise invalid(caller, argument, "be a bool (True blocks) or floating (added) tensor", said(mask))
+            raise invalid(caller, argument, "be a bool (True blocks) or floating (added) tensor", said(mask), **shown)
         if mask.dim() not in ranks:
-            raise invalid(caller, argument, f"be {_TORCH_SHAPES[argument]}", f"{mask.dim()}-D {tuple(mask.shape)}")
-        found = _and(found, _Torch(caller, argument, ~mask if mask.dtype == torch.bool else mask))
+            rule = f"be {_TORCH_SHAPES[argument].rstrip(',')}"
+            raise invalid(caller, argument, rule, f"{mask.dim()}-D {tuple(mask.shape)}", **shown)
+        found = _and(found, _Torch(caller, argument, ~mask if mask.dtype == torch.bool else mask, shown))
     return found
 
 

@@ -5,6 +5,7 @@ Letters: B batch, H heads, L query positions, S key positions, D model width, K 
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,7 @@ from headwise.core.projections import ProjectedAttention, call, unobserved
 __all__ = ["Attend", "MultiheadAttention"]
 
 _NAME = "MultiheadAttention"
+_Masks = tuple[Tensor | None, Tensor | None, Tensor | None, Mask | None]  # key padding, attention, query padding, ours
 
 
 class Attend(nn.Module):
@@ -120,12 +122,9 @@ class MultiheadAttention(ProjectedAttention):
         fused_qkv: bool = False,
     ) -> None:
         super().__init__()
-        self.kdim = embed_dim if kdim is None else kdim
-        self.vdim = embed_dim if vdim is None else vdim
-        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "kdim": self.kdim, "vdim": self.vdim}
-        for name, value in sizes.items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise invalid(_NAME, name, "be an int of at least 1", repr(value))
+        embed_dim, num_heads = _size("embed_dim", embed_dim), _size("num_heads", num_heads)
+        self.kdim = embed_dim if kdim is None else _size("kdim", kdim)
+        self.vdim = embed_dim if vdim is None else _size("vdim", vdim)
         if embed_dim % num_heads:
             nearest = embed_dim // num_heads * num_heads or num_heads
             rule = f"be a multiple of num_heads {num_heads}, such as {nearest} or {nearest + num_heads}"
@@ -212,33 +211,31 @@ class MultiheadAttention(ProjectedAttention):
 
         Cost: see the class; averaged weights hold one head at a time when no gradient is needed.
         """
+        masks = (key_padding_mask, attn_mask, query_padding_mask, mask)
         if isinstance(query, Tensor) and query.is_nested:
-            masks = (key_padding_mask, attn_mask, query_padding_mask, mask)
             return _attend_nested(self, (query, key, value), masks, need_weights, is_causal), None
-        batched = _check_inputs(self, query, key, value, key_padding_mask, attn_mask, query_padding_mask, mask)
-        batch_first = self.batch_first
+        batched, masked = _check_inputs(self, query, key, value, masks)
+        batch_first, given = self.batch_first, (query, key, value)
         if not batched:
             query, key, value = _once(lambda t: t.unsqueeze(0 if batch_first else 1), query, key, value)
-            key_padding_mask, query_padding_mask = _batch_of_one(key_padding_mask), _batch_of_one(query_padding_mask)
-        if is_causal or key_padding_mask is not None or attn_mask is not None:
-            mask = _join_masks(self, key_padding_mask, attn_mask, is_causal, mask)
-        if (mask is not None or query_padding_mask is not None) and torch.is_grad_enabled():
-            query, key, value = _still(self, query, key, value, mask, query_padding_mask)
-        q_BHLK, k_BHSK, v_BHSK = self._project(query, key, value, self.head_dim, batch_first)
-        if self.add_zero_attn or self.bias_k is not None:
-            k_BHSK, v_BHSK, mask = self._append(k_BHSK, v_BHSK, mask)
-        modules: dict[str, Any] = self._modules  # `self.attend` and so on would be a slow look-up each
-        dropout, drop = _dropout_of(modules["attn_dropout"])
-        average = self.average_attn_weights if average_attn_weights is None else average_attn_weights
-        attend = modules["attend"].forward if unobserved(modules["attend"]) else modules["attend"]
-        out_BHLK, weights = attend(q_BHLK, k_BHSK, v_BHSK, mask, dropout, drop, need_weights, average)
-        out = (out_BHLK.transpose(1, 2) if batch_first else out_BHLK.permute(2, 0, 1, 3)).flatten(2)
-        out = call(modules["out_proj"], out)
-        if query_padding_mask is not None:
-            out = out.masked_fill((query_padding_mask if batch_first else query_padding_mask.T)[..., None], 0)
-        if weights is not None:
-            weights = _finish_weights(weights, query.dtype, batched, query_padding_mask)
-        return (out if batched else out.squeeze(0 if batch_first else 1)), weights
+        if masked or is_causal:
+            mask, query, key, value = _settle_masks(self, query, key, value, masks, is_causal, given)
+        try:
+            q_BHLK, k_BHSK, v_BHSK = self._project(query, key, value, self.head_dim, batch_first)
+            if self.add_zero_attn or self.bias_k is not None:
+                k_BHSK, v_BHSK, mask = self._append(k_BHSK, v_BHSK, mask)
+            modules: dict[str, Any] = self._modules  # `self.attend` and so on would be a slow look-up each
+            dropout, drop = _dropout_of(modules["attn_dropout"])
+            average = self.average_attn_weights if average_attn_weights is None else average_attn_weights
+            attend = modules["attend"].forward if unobserved(modules["attend"]) else modules["attend"]
+            out_BHLK, weights = attend(q_BHLK, k_BHSK, v_BHSK, mask, dropout, drop, need_weights, average)
+            out = (out_BHLK.transpose(1, 2) if batch_first else out_BHLK.permute(2, 0, 1, 3)).flatten(2)
+            out = call(modules["out_proj"], out)
+        except RuntimeError as error:
+            raise _wrong_kind(self, *given) or error from None
+        if need_weights or query_padding_mask is not None or not batched:
+            return _finish(out, weights, query_padding_mask, query.dtype, batched, batch_first)
+        return out, None
 
     def _append(self, k_BHSK: Tensor, v_BHSK: Tensor, mask: Mask | None) -> tuple[Tensor, Tensor, Mask | None]:
         """Keys and values that end in `bias_k`, `bias_v` and the zeros, and a mask that shows these to everyone."""
@@ -253,9 +250,16 @@ class MultiheadAttention(ProjectedAttention):
         return torch.cat(keys, dim=2), torch.cat(values, dim=2), appended(mask, len(keys) - 1)
 
 
+def _size(name: str, value: int) -> int:
+    """A positive int, numpy's included."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < 1:
+        raise invalid(_NAME, name, "be an int of at least 1", repr(value))
+    return operator.index(value)
+
+
 def _probability(value: float) -> float:
-    if not 0 <= value <= 1:
-        raise invalid(_NAME, "dropout", "be in [0, 1]", value)
+    if not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise invalid(_NAME, "dropout", "be a number in [0, 1]", repr(value))
     return value
 
 
@@ -277,44 +281,63 @@ def _once(
     return new_query, new_key, (new_key if value is key else new_query if value is query else change(value))
 
 
-def _join_masks(
+def _settle_masks(
     module: MultiheadAttention,
-    key_padding_mask: Tensor | None,
-    attn_mask: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    masks: _Masks,
     is_causal: bool,
-    mask: Mask | None,
-) -> Mask | None:
+    given: tuple[Tensor, Tensor, Tensor],
+) -> tuple[Mask | None, Tensor, Tensor, Tensor]:
+    """All masks as one, and the inputs with 0 where they are padding in every role, if gradients are recorded."""
+    key_padding_mask, attn_mask, query_padding_mask, mask = masks
+    if given[0].dim() == 2:
+        key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        query_padding_mask = None if query_padding_mask is None else query_padding_mask.unsqueeze(0)
+    shapes = dict(zip(("query", "key", "value"), given, strict=True))
+    joined = read_torch(_NAME, attn_mask, key_padding_mask, is_causal, shapes)
     if not module._warned_of_zero_one:
-        for name, given in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
-            if given is not None and _zeros_and_ones(given):
+        for name, tensor in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
+            if tensor is not None and _zeros_and_ones(tensor):
                 module._warned_of_zero_one = True
                 warnings.warn(
                     f"{_NAME}: the floating {name} holds only 0 and 1, which are added to the scores and hide nothing; "
                     f"if 1 means 'may not attend' pass {name}.bool(), if it means 'may attend' pass {name} == 0",
-                    stacklevel=5,  # _join_masks, forward, two frames of nn.Module
+                    stacklevel=5,  # this function, forward, two frames of nn.Module
                 )
-    joined = read_torch(_NAME, attn_mask, key_padding_mask, is_causal)
-    assert joined is not None
-    return joined if mask is None else joined & mask
+    if mask is not None:
+        joined = mask if joined is None else joined & mask
+    if torch.is_grad_enabled():
+        query, key, value = _still(module, query, key, value, joined, query_padding_mask)
+    return joined, query, key, value
 
 
-def _batch_of_one(mask: Tensor | None) -> Tensor | None:
-    return None if mask is None else mask.unsqueeze(0)
-
-
-def _finish_weights(weights: Tensor, dtype: torch.dtype, batched: bool, query_padding_mask: Tensor | None) -> Tensor:
-    """In the dtype of the input, 0 for padded queries, without the batch dimension that was added."""
-    weights = weights.to(dtype)
+def _finish(
+    out: Tensor,
+    weights: Tensor | None,
+    query_padding_mask: Tensor | None,
+    dtype: torch.dtype,
+    batched: bool,
+    batch_first: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """0 for padded queries, weights in the dtype of the input, and without the batch dimension that was added."""
+    weights = None if weights is None else weights.to(dtype)
     if query_padding_mask is not None:
-        rows = query_padding_mask[:, :, None] if weights.dim() == 3 else query_padding_mask[:, None, :, None]
-        weights = weights.masked_fill(rows, 0)
-    return weights if batched else weights.squeeze(0)
+        rows_BL = query_padding_mask if batched else query_padding_mask[None]
+        out = out.masked_fill((rows_BL if batch_first else rows_BL.T)[..., None], 0)
+        if weights is not None:
+            rows = rows_BL[:, :, None] if weights.dim() == 3 else rows_BL[:, None, :, None]
+            weights = weights.masked_fill(rows, 0)
+    if batched:
+        return out, weights
+    return out.squeeze(0 if batch_first else 1), None if weights is None else weights.squeeze(0)
 
 
 def _attend_nested(
     module: MultiheadAttention,
     inputs: tuple[Tensor, Tensor, Tensor],
-    masks: tuple[Tensor | Mask | None, ...],
+    masks: _Masks,
     need_weights: bool,
     is_causal: bool,
 ) -> Tensor:
@@ -385,27 +408,20 @@ def _still(
 
 
 def _check_inputs(
-    module: MultiheadAttention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_padding_mask: Tensor | None,
-    attn_mask: Tensor | None,
-    query_padding_mask: Tensor | None,
-    mask: Mask | None,
-) -> bool:
-    """Whether the input is batched; raises at whatever could not be computed, or would be computed wrongly."""
+    module: MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, masks: _Masks
+) -> tuple[bool, bool]:
+    """Whether the input is batched, and whether masked; raises at what could not be computed or would be wrong."""
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)) or (
         key.is_nested or value.is_nested
     ):
         kinds = ", ".join(type(given).__name__ for given in (query, key, value))
         raise invalid(_NAME, "query, key and value", "be tensors, nested all or none", kinds)
     query_shape = query.shape
-    masked = not (key_padding_mask is None and attn_mask is None and query_padding_mask is None and mask is None)
+    masked = not (masks[0] is None and masks[1] is None and masks[2] is None and masks[3] is None)
     if query is key and key is value and len(query_shape) == 3 and not masked:
         D = query_shape[2]
         if module.embed_dim == D and module.kdim == D and module.vdim == D:
-            return True  # the usual call, early
+            return True, False  # the usual call, early
     key_shape = query_shape if key is query else key.shape
     value_shape = key_shape if value is key else value.shape
     rank = len(query_shape)
@@ -421,8 +437,8 @@ def _check_inputs(
     ):
         raise _misfit(module, query, key, value)
     if masked:
-        _check_masks(module, query, key, value, key_padding_mask, attn_mask, query_padding_mask, mask)
-    return rank == 3
+        _check_masks(module, query, key, value, masks)
+    return rank == 3, masked
 
 
 def _misfit(module: MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> ValueError:
@@ -444,23 +460,32 @@ def _misfit(module: MultiheadAttention, query: Tensor, key: Tensor, value: Tenso
     return invalid(_NAME, "value", rule, tuple(value.shape[:-1]), **shapes)
 
 
+def _wrong_kind(module: MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> ValueError | None:
+    """Why a projection failed, if dtype or device is the reason.
+
+    Asked afterwards, since only the projections themselves know what they take (adapters, quantized ones).
+    """
+    out_proj = module._modules["out_proj"]
+    weight = None if out_proj is None else out_proj._parameters.get("weight")
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        for what, want in (("dtype", weight), ("device", weight)):
+            if want is not None and getattr(tensor, what) != getattr(want, what):
+                rule = f"have the parameters' {what}, {getattr(want, what)}; convert it or the module with .to()"
+                return invalid(
+                    type(module).__name__, name, rule, getattr(tensor, what), query=query, key=key, value=value
+                )
+    return None
+
+
 def _layout_hint(module: MultiheadAttention) -> str:
     other = not module.batch_first
     layout = "(B, L, D)" if module.batch_first else "(L, B, D)"
     return f" (read as {layout}; these sizes fit batch_first={other})"
 
 
-def _check_masks(
-    module: MultiheadAttention,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_padding_mask: Tensor | None,
-    attn_mask: Tensor | None,
-    query_padding_mask: Tensor | None,
-    mask: Mask | None,
-) -> None:
+def _check_masks(module: MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, masks: _Masks) -> None:
     """What a Mask cannot say by itself: padding of one rank only, and sizes that fit the other layout."""
+    key_padding_mask, attn_mask, query_padding_mask, mask = masks
     shapes: dict[str, Tensor | None] = {"query": query, "key": key, "value": value}
     batched = query.dim() == 3
     batch, length = (0, 1) if module.batch_first else (1, 0)

@@ -99,24 +99,21 @@ class ProjectedAttention(nn.Module):
         One product where all three inputs are one tensor and the layout is fused.
         """
         modules = self._modules
-        try:
-            if "q_proj" in modules:
-                q, k, v = call(modules["q_proj"], query), call(modules["k_proj"], key), call(modules["v_proj"], value)
-            else:
-                own = self._parameters
-                if "in_proj_weight" in own and "in_proj_bias" in own:
-                    weight, bias = own["in_proj_weight"], own["in_proj_bias"]
-                else:  # parametrized
-                    weight, bias = self.in_proj_weight, self.in_proj_bias
-                if weight is not None and query is key and key is value:
-                    qkv = functional.linear(query, weight, bias)
-                    first, second, _ = query.shape
-                    qkv = qkv.view(first, second, 3, self.embed_dim // head_dim, head_dim)
-                    q, k, v = qkv.permute(_PACKED_BATCH_FIRST if batch_first else _PACKED_LENGTH_FIRST).unbind(0)
-                    return q, k, v
-                q, k, v = self._project_apart(query, key, value, weight, bias)
-        except RuntimeError as error:
-            raise _wrong_kind(self, query, key, value) or error from None
+        if "q_proj" in modules:
+            q, k, v = call(modules["q_proj"], query), call(modules["k_proj"], key), call(modules["v_proj"], value)
+        else:
+            own = self._parameters
+            if "in_proj_weight" in own and "in_proj_bias" in own:
+                weight, bias = own["in_proj_weight"], own["in_proj_bias"]
+            else:  # parametrized
+                weight, bias = self.in_proj_weight, self.in_proj_bias
+            if weight is not None and query is key and key is value:
+                qkv = functional.linear(query, weight, bias)
+                first, second, _ = query.shape
+                qkv = qkv.view(first, second, 3, self.embed_dim // head_dim, head_dim)
+                q, k, v = qkv.permute(_PACKED_BATCH_FIRST if batch_first else _PACKED_LENGTH_FIRST).unbind(0)
+                return q, k, v
+            q, k, v = self._project_apart(query, key, value, weight, bias)
         return (
             to_heads(q, head_dim, batch_first),
             to_heads(k, head_dim, batch_first),
@@ -226,20 +223,3 @@ def call(child: Any, x: Tensor) -> Any:
         own = child._parameters
         return functional.linear(x, own["weight"], own["bias"])  # type: ignore[arg-type]
     return child(x)
-
-
-def _wrong_kind(module: ProjectedAttention, query: Tensor, key: Tensor, value: Tensor) -> ValueError | None:
-    """Why a projection failed, if dtype or device is the reason.
-
-    Asked afterwards, since only the projections themselves know what they take (adapters, quantized ones).
-    """
-    out_proj = module._modules["out_proj"]
-    weight = None if out_proj is None else out_proj._parameters.get("weight")
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        for what, want in (("dtype", weight), ("device", weight)):
-            if want is not None and getattr(tensor, what) != getattr(want, what):
-                rule = f"have the parameters' {what}, {getattr(want, what)}; convert it or the module with .to()"
-                return invalid(
-                    type(module).__name__, name, rule, getattr(tensor, what), query=query, key=key, value=value
-                )
-    return None
