@@ -177,6 +177,8 @@ class _Sdpa:
     def run(self, request: Request) -> Tensor:
         query, key, value, mask, scale, dropout = request[:6]
         grouped, flag, attn_mask, dead = request.grouped, mask.causal, None, None
+        if flag and scale is not None and scale <= 0:  # the CPU kernel masks before it scales: -inf * 0 is NaN
+            flag, mask = False, mask._replace(causal=False, keep=mask.whole_keep(request.size))
         if mask.keep is not None or mask.bias is not None:
             if flag and not _takes_flag_and_mask(request):
                 flag, mask = False, mask._replace(causal=False, keep=mask.whole_keep(request.size))
@@ -349,9 +351,10 @@ def _teach_double_backward(out: Tensor, call: tuple[Any, ...]) -> None:
         # aliases, since the inputs may depend on each other and only partial derivatives are wanted
         aliases = [tensor.view_as(tensor) for tensor in inputs]
         plain = PLAIN.run(Request(aliases[0], aliases[1], aliases[2], mask, scale))
-        wanted = [alias for alias in aliases if alias.requires_grad]
-        again = iter(torch.autograd.grad(plain, wanted, grad_outs[0], create_graph=True))
-        return (*(next(again) if alias.requires_grad else None for alias in aliases), *grads[3:])
+        asked = [grad is not None for grad in grads[:3]]
+        wanted = [alias for alias, was in zip(aliases, asked, strict=True) if was]
+        again = iter(torch.autograd.grad(plain, wanted, grad_outs[0], create_graph=True) if wanted else ())
+        return (*(next(again) if was else None for was in asked), *grads[3:])
 
     assert node is not None
     node.register_hook(hook)

@@ -83,7 +83,7 @@ class Reset:
             nn.Linear.reset_parameters(self.child)
         else:
             fan_out, fan_in = self.child.weight.shape
-            bound = math.sqrt(6 / (fan_in + self.stacked * fan_out))
+            bound = math.sqrt(3.0) * math.sqrt(2.0 / (fan_in + self.stacked * fan_out))  # rounded as torch's init does
             nn.init.uniform_(self.child.weight, -bound, bound)
         if self.child.bias is not None:
             nn.init.zeros_(self.child.bias)
@@ -307,10 +307,9 @@ def spell(
             missing_keys.extend(prefix + name for name in as_torch)
         elif present[0] == target or (len(target) == 1 and not all(prefix + name in state_dict for name in present[0])):
             continue  # loads, or is reported, like any Parameter
-        came = {
-            name: state_dict.pop(prefix + name) for names in present for name in names if prefix + name in state_dict
-        }
-        fallback = {prefix + name: own[name] for name in target}
+        named = [name for names in present for name in names if prefix + name in state_dict]
+        came = {name: state_dict.pop(prefix + name) for name in named}
+        fallback: dict[str, Tensor] = {prefix + name: own[name] for name in target}
         if len(present) == 1:
             shapes: list[tuple[int, ...]] = [(D, width) if part == "weight" else (D,) for width in widths]
             wrong = _misfits(module, present[0], came, shapes, prefix)

@@ -259,7 +259,7 @@ def _size(name: str, value: int) -> int:
 
 def _probability(value: float) -> float:
     if not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise invalid(_NAME, "dropout", "be a number in [0, 1]", repr(value))
+        raise invalid(_NAME, "dropout", "be in [0, 1]", repr(value))
     return value
 
 

@@ -10,6 +10,7 @@ nothing is cached: every such design was silently wrong for some tool. `state_di
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -188,9 +189,16 @@ class ProjectedAttention(nn.Module):
         self, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any], *rest: Any
     ) -> None:
         _, missing_keys, _, error_msgs = rest
+        hooks = self._load_state_dict_pre_hooks
+        for hook in hooks.values():  # first: a user's hook may rename keys to torch's
+            hook(state_dict, prefix, local_metadata, *rest)
         assign = bool(local_metadata.get("assign_to_params_buffers"))
         layouts.spell(self, state_dict, prefix, assign, missing_keys, error_msgs)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+        try:
+            self._load_state_dict_pre_hooks = OrderedDict()
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+        finally:
+            self._load_state_dict_pre_hooks = hooks
 
 
 def to_heads(projected: Tensor, head_dim: int, batch_first: bool) -> Tensor:
@@ -212,7 +220,8 @@ def unobserved(module: nn.Module) -> bool:
         or _ANY_FORWARD_PRE_HOOK
         or _ANY_BACKWARD_HOOK
         or _ANY_BACKWARD_PRE_HOOK
-        or nn.Module.__call__ is not _MODULE_CALL
+        or type(module).__call__ is not _MODULE_CALL
+        or module._compiled_call_impl is not None
         or torch.compiler.is_compiling()
     )
 
@@ -221,5 +230,6 @@ def call(child: Any, x: Tensor) -> Any:
     """`child(x)`, directly where it is exactly an `nn.Linear` and unobserved."""
     if type(child) is nn.Linear and nn.Linear.forward is _LINEAR_FORWARD and unobserved(child):
         own = child._parameters
-        return functional.linear(x, own["weight"], own["bias"])  # type: ignore[arg-type]
+        if "weight" in own and "bias" in own:  # not so in replicas of DataParallel
+            return functional.linear(x, own["weight"], own["bias"])  # type: ignore[arg-type]
     return child(x)
