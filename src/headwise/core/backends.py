@@ -84,7 +84,8 @@ def run_unmasked(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> T
     """`choose` and `run` for heads that are not grouped, without mask or options: the call whose overhead shows."""
     if torch.compiler.is_compiling():
         return functional.scaled_dot_product_attention(query, key, value, None, dropout)
-    if _IN_TRANSFORM() or forward_ad._current_level >= 0 or PLAIN.shorter(query, key, value):
+    recorded = query.requires_grad and torch.is_grad_enabled()  # then no other kernel is quicker
+    if _IN_TRANSFORM() or forward_ad._current_level >= 0 or (not recorded and PLAIN.shorter(query, key, value)):
         return PLAIN.run(Request(query, key, value, NOTHING_HIDDEN, None, dropout))
     out = functional.scaled_dot_product_attention(query, key, value, None, dropout)
     if out.requires_grad and dropout == 0:
@@ -106,8 +107,6 @@ class _Plain:
 
     def shorter(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Many short heads in inference on a CPU: a fused kernel's set-up costs more than it saves."""
-        if query.requires_grad and torch.is_grad_enabled():
-            return False  # the usual answer in training, early
         if torch.compiler.is_compiling():
             return False  # before a symbolic size is compared
         B, H, L, K = query.shape
@@ -116,7 +115,7 @@ class _Plain:
             and B * H >= _MANY_HEADS
             and K >= _WIDE_HEAD
             and key.shape[-2] <= _SHORT
-            and not ((key.requires_grad or value.requires_grad) and torch.is_grad_enabled())
+            and not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
             and query.dtype == torch.float32
             and query.device.type == "cpu"
             and eager()
@@ -139,18 +138,30 @@ class _Plain:
         return out, weight
 
     def run_with_average(self, request: Request) -> tuple[Tensor, Tensor]:
-        """Output, and the weights averaged over heads (B, L, S), one head at a time where nothing keeps them alive."""
-        H = request.query.shape[1]
-        if H == 1 or request.drop is not None or needs_grad(request) or not eager():
+        """Output, and the weights averaged over heads (B, L, S), a block of one head at a time if nothing keeps it."""
+        if request.drop is not None or needs_grad(request) or not eager():
             out, weight = self.run_with_weights(request)
             return out, weight.mean(dim=1)
-        outs, total = [], None
-        for head in range(H):
-            out, weight = self.run_with_weights(one_head(request, head))
-            outs.append(out)
-            total = weight if total is None else total.add_(weight)
-        assert total is not None
-        return torch.cat(outs, dim=1), total[:, 0].div_(H)
+        request = request._replace(mask=Lowered(keep=request.mask.whole_keep(request.size), bias=request.mask.bias))
+        B, H, L, _ = request.query.shape
+        S, V = request.value.shape[-2:]
+        out = request.value.new_empty(B, L, H, V).transpose(1, 2)
+        average: Tensor | None = None
+        rows = max(1, _BLOCK // max(1, B * S))
+        for first in range(0, L, rows):
+            block = slice(first, first + rows)
+            for head in range(H):
+                out[:, head : head + 1, block], weight = self.run_with_weights(_part(request, head, block))
+                if average is None:
+                    average = weight.new_empty(B, L, S)
+                if head == 0:
+                    average[:, block] = weight[:, 0]
+                else:
+                    average[:, block] += weight[:, 0]
+                del weight  # or it would live through the next block's softmax
+        if average is None:  # no queries
+            average = request.query.new_empty(B, L, S)
+        return out, average.div_(H)
 
 
 class _Sdpa:
@@ -199,6 +210,7 @@ BACKENDS: tuple[Backend, ...] = (SDPA, PLAIN)
 
 # Measured by benchmarks/run.py: below these SDPA wins or the two are within noise.
 _SHORT = 64
+_BLOCK = 2**20  # weights of one head held at a time while they are averaged: a few MiB, which stay in the cache
 _MANY_HEADS = 32
 _WIDE_HEAD = 32
 
@@ -259,22 +271,24 @@ def hidden_keys(mask: Lowered, size: Size) -> tuple[Tensor | None, Tensor | None
     return hidden, bias
 
 
-def one_head(request: Request, head: int) -> Request:
-    """The same request for a single head, as views."""
+def _part(request: Request, head: int, rows: slice) -> Request:
+    """The same request for some rows of a single head, as views."""
     H, G = request.query.shape[1], request.key.shape[1]
-    pick = slice(head, head + 1)
-    shared = slice(head // (H // G), head // (H // G) + 1)
+    pick, shared = slice(head, head + 1), slice(head // (H // G), head // (H // G) + 1)
 
     def of(part: Tensor | None) -> Tensor | None:
-        return part if part is None or part.shape[1] == 1 else part[:, pick]
+        if part is None:
+            return None
+        part = part if part.shape[1] == 1 else part[:, pick]
+        return part if part.shape[2] == 1 else part[:, :, rows]
 
-    mask = request.mask
     return request._replace(
-        query=request.query[:, pick],
+        query=request.query[:, pick, rows],
         key=request.key[:, shared],
         value=request.value[:, shared],
-        mask=mask._replace(keep=of(mask.keep), bias=of(mask.bias)),
+        mask=Lowered(keep=of(request.mask.keep), bias=of(request.mask.bias)),
         sink=None if request.sink is None else request.sink[pick],
+        grouped=False,
     )
 
 

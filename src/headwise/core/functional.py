@@ -287,7 +287,7 @@ def _request(
         if sink.device != query.device:
             raise invalid(function, "sink", f"be on the query's device {query.device}", sink.device, **shapes)
     value = key if value is None else value
-    return prepare(query, key, value, mask, scale, softcap=softcap, sink=sink, grouped=H != G)
+    return prepare(query, key, value, mask, scale, softcap=softcap, sink=sink, grouped=bool(H != G))
 
 
 def _named(function: str, name: str | None, request: Request) -> Backend:

@@ -69,6 +69,7 @@ def is_hooked(module: nn.Module) -> bool:
         or state["_backward_hooks"]
         or state["_backward_pre_hooks"]
         or "forward" in state
+        or "_compiled_call_impl" in state
     )
 
 

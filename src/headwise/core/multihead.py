@@ -20,7 +20,7 @@ from headwise.core.functional import prepare
 from headwise.core.layouts import is_hooked
 from headwise.core.lowering import Size
 from headwise.core.masks import Mask, appended, read_torch, visible_keys
-from headwise.core.projections import ProjectedAttention, call, unobserved
+from headwise.core.projections import ProjectedAttention, call, direct
 
 __all__ = ["Attend", "MultiheadAttention"]
 
@@ -215,22 +215,23 @@ class MultiheadAttention(ProjectedAttention):
         if isinstance(query, Tensor) and query.is_nested:
             return _attend_nested(self, (query, key, value), masks, need_weights, is_causal), None
         batched, masked = _check_inputs(self, query, key, value, masks)
-        batch_first, given = self.batch_first, (query, key, value)
+        batch_first, is_direct, given = self.batch_first, direct(), (query, key, value)
         if not batched:
             query, key, value = _once(lambda t: t.unsqueeze(0 if batch_first else 1), query, key, value)
         if masked or is_causal:
             mask, query, key, value = _settle_masks(self, query, key, value, masks, is_causal, given)
         try:
-            q_BHLK, k_BHSK, v_BHSK = self._project(query, key, value, self.head_dim, batch_first)
+            q_BHLK, k_BHSK, v_BHSK = self._project(query, key, value, self.head_dim, batch_first, is_direct)
             if self.add_zero_attn or self.bias_k is not None:
                 k_BHSK, v_BHSK, mask = self._append(k_BHSK, v_BHSK, mask)
             modules: dict[str, Any] = self._modules  # `self.attend` and so on would be a slow look-up each
             dropout, drop = _dropout_of(modules["attn_dropout"])
             average = self.average_attn_weights if average_attn_weights is None else average_attn_weights
-            attend = modules["attend"].forward if unobserved(modules["attend"]) else modules["attend"]
+            attend = modules["attend"]
+            attend = attend.forward if is_direct and type(attend) is Attend and not is_hooked(attend) else attend
             out_BHLK, weights = attend(q_BHLK, k_BHSK, v_BHSK, mask, dropout, drop, need_weights, average)
             out = (out_BHLK.transpose(1, 2) if batch_first else out_BHLK.permute(2, 0, 1, 3)).flatten(2)
-            out = call(modules["out_proj"], out)
+            out = call(modules["out_proj"], out, is_direct)
         except RuntimeError as error:
             raise _wrong_kind(self, *given) or error from None
         if need_weights or query_padding_mask is not None or not batched:
@@ -352,7 +353,7 @@ def _attend_nested(
     lengths = torch.tensor([sample.shape[0] for sample in samples], device=query.device)
     padded = query.to_padded_tensor(0.0)
     padding = torch.arange(padded.shape[1], device=query.device) >= lengths[:, None]
-    out, _ = module(padded, padded, padded, key_padding_mask=padding, need_weights=False, is_causal=is_causal)
+    out, _ = module.forward(padded, padded, padded, key_padding_mask=padding, need_weights=False, is_causal=is_causal)
     kept = [row[: sample.shape[0]] for row, sample in zip(out.unbind(), samples, strict=True)]
     return torch.nested.as_nested_tensor(kept, layout=query.layout)
 

@@ -93,7 +93,7 @@ class ProjectedAttention(nn.Module):
                 nn.init.xavier_normal_(extra)
 
     def _project(
-        self, query: Tensor, key: Tensor, value: Tensor, head_dim: int, batch_first: bool
+        self, query: Tensor, key: Tensor, value: Tensor, head_dim: int, batch_first: bool, is_direct: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(B, H, L, K), (B, H, S, K), (B, H, S, K) from (B, L, D), or (L, B, D) not batch first, and so on.
 
@@ -101,7 +101,9 @@ class ProjectedAttention(nn.Module):
         """
         modules = self._modules
         if "q_proj" in modules:
-            q, k, v = call(modules["q_proj"], query), call(modules["k_proj"], key), call(modules["v_proj"], value)
+            q = call(modules["q_proj"], query, is_direct)
+            k = call(modules["k_proj"], key, is_direct)
+            v = call(modules["v_proj"], value, is_direct)
         else:
             own = self._parameters
             if "in_proj_weight" in own and "in_proj_bias" in own:
@@ -208,27 +210,26 @@ def to_heads(projected: Tensor, head_dim: int, batch_first: bool) -> Tensor:
     return heads.transpose(1, 2) if batch_first else heads.permute(1, 2, 0, 3)
 
 
-def unobserved(module: nn.Module) -> bool:
-    """Whether `module.forward(...)` is all that `module(...)` does, and nobody could tell the two apart.
+def direct() -> bool:
+    """Whether `module.forward(...)` is all that `module(...)` does, for a module that carries nothing of its own.
 
-    The detour through `nn.Module.__call__` is a tenth of a short call, and an attention makes five. Hooks (its own or
-    global), a patched forward, tracing and compiling all need it.
+    The detour through `nn.Module.__call__` is a tenth of a short call, and an attention makes five. Global hooks, a
+    patched class, tracing and compiling all need it.
     """
     return not (
-        is_hooked(module)
+        torch.compiler.is_compiling()
         or _ANY_FORWARD_HOOK
         or _ANY_FORWARD_PRE_HOOK
         or _ANY_BACKWARD_HOOK
         or _ANY_BACKWARD_PRE_HOOK
-        or type(module).__call__ is not _MODULE_CALL
-        or module._compiled_call_impl is not None
-        or torch.compiler.is_compiling()
+        or nn.Linear.__call__ is not _MODULE_CALL
+        or nn.Linear.forward is not _LINEAR_FORWARD
     )
 
 
-def call(child: Any, x: Tensor) -> Any:
-    """`child(x)`, directly where it is exactly an `nn.Linear` and unobserved."""
-    if type(child) is nn.Linear and nn.Linear.forward is _LINEAR_FORWARD and unobserved(child):
+def call(child: Any, x: Tensor, is_direct: bool) -> Any:
+    """`child(x)`, without the detour if it is exactly an `nn.Linear`, carries nothing, and `direct()` said so."""
+    if is_direct and type(child) is nn.Linear and not is_hooked(child):
         own = child._parameters
         if "weight" in own and "bias" in own:  # not so in replicas of DataParallel
             return functional.linear(x, own["weight"], own["bias"])  # type: ignore[arg-type]
