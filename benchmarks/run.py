@@ -1,8 +1,8 @@
 """`make bench`: interleaved ratios of headwise to torch's best call, outputs asserted equal first.
 
-Each row is measured in rounds; in a round every call of the row runs once, in an order drawn anew, so that whatever else
-the machine does meets all of them. A ratio is the median over rounds of torch's time over headwise's: above 1, headwise is
-faster. Where torch has several ways to make a call, the one with the smallest median counts.
+Each row is measured in rounds; in a round every call of the row runs once, in an order drawn anew, so that whatever
+else the machine does meets all of them. A ratio is the median over rounds of torch's time over headwise's: above 1,
+headwise is faster. Where torch has several ways to make a call, the one with the smallest median counts.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def agree(case: Case) -> None:
     ours = case.ours()
     for name, call in case.theirs.items():
         theirs = call()
-        assert isinstance(ours, Tensor) and isinstance(theirs, Tensor)
+        assert isinstance(ours, Tensor)
+        assert isinstance(theirs, Tensor)
         torch.testing.assert_close(
             ours, theirs, rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{case.name}, {n}: {text}"
         )
@@ -126,22 +127,19 @@ def machine() -> str:
             line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")
         ]
         name = names[0] if names else name
-    return (
-        f"{name} ({torch.backends.cpu.get_cpu_capability()}), {torch.get_num_threads()} threads; torch {torch.__version__}, "
-        f"headwise {headwise.__version__}, Python {platform.python_version()}"
-    )
+    versions = f"torch {torch.__version__}, headwise {headwise.__version__}, Python {platform.python_version()}"
+    return f"{name} ({torch.backends.cpu.get_cpu_capability()}), {torch.get_num_threads()} threads; {versions}"
 
 
 def report(rounds: int, only: str | None) -> tuple[str, list[str]]:
     """The tables as Markdown, and what fell below its floor."""
     peak = product_peak()
     B, L, D, H = LARGE
-    lines = [
-        "# headwise beside torch.nn.MultiheadAttention",
-        "",
-        f"{machine()}. float32, {rounds} interleaved rounds a row, median (quartiles) of torch's time over headwise's; "
-        f"torch is at its best: fast path on, inference mode in eval, the quickest of its ways to make the call.",
-    ]
+    how = (
+        f"float32, {rounds} interleaved rounds a row, median (quartiles) of torch's time over headwise's; torch is at its "
+        "best: fast path on, inference mode in eval, the quickest of its ways to make the call."
+    )
+    lines = ["# headwise beside torch.nn.MultiheadAttention", "", f"{machine()}. {how}"]
     missed = []
     if only in (None, "large"):
         lines += [
@@ -155,8 +153,8 @@ def report(rounds: int, only: str | None) -> tuple[str, list[str]]:
         ]
         for layout, row in large_rows(peak, rounds):
             lines.append(
-                f"| {layout} | {row.name} | {row.ratio:.2f} | {row.low:.2f} to {row.high:.2f} | {row.floor} | {row.best} | "
-                f"{row.share:.2f} |"
+                f"| {layout} | {row.name} | {row.ratio:.2f} | {row.low:.2f} to {row.high:.2f} | {row.floor} "
+                f"| {row.best} | {row.share:.2f} |"
             )
             print(lines[-1], file=sys.stderr)
             if row.floor is not None and row.ratio < row.floor:

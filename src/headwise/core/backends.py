@@ -98,6 +98,9 @@ class _Plain:
 
     name = "plain"
 
+    def __repr__(self) -> str:
+        return f"<backend {self.name}>"
+
     def why_not(self, request: Request) -> list[str]:
         return []
 
@@ -160,7 +163,7 @@ class _Plain:
                     average[:, block] += weight[:, 0]
                 del weight  # or it would live through the next block's softmax
         if average is None:  # no queries
-            average = request.query.new_empty(B, L, S)
+            average = softmax_scores(request)[0].sum(dim=1)
         return out, average.div_(H)
 
 
@@ -168,6 +171,9 @@ class _Sdpa:
     """`torch.nn.functional.scaled_dot_product_attention`, with the flag or a broadcast view, never an expanded mask."""
 
     name = "sdpa"
+
+    def __repr__(self) -> str:
+        return f"<backend {self.name}>"
 
     def why_not(self, request: Request) -> list[str]:
         drop, softcap, sink = request[6:9]
@@ -363,7 +369,8 @@ def _teach_double_backward(out: Tensor, call: tuple[Any, ...]) -> None:
         if mask.bias is not None:
             mask = mask._replace(bias=mask.bias.detach())
         # aliases, since the inputs may depend on each other and only partial derivatives are wanted
-        aliases = [tensor.view_as(tensor) for tensor in inputs]
+        dtype = grad_outs[0].dtype  # autocast may have cast them for the kernel
+        aliases = [tensor.view_as(tensor) if tensor.dtype == dtype else tensor.to(dtype) for tensor in inputs]
         plain = PLAIN.run(Request(aliases[0], aliases[1], aliases[2], mask, scale))
         asked = [grad is not None for grad in grads[:3]]
         wanted = [alias for alias, was in zip(aliases, asked, strict=True) if was]

@@ -286,8 +286,11 @@ def _request(
             )
         if sink.device != query.device:
             raise invalid(function, "sink", f"be on the query's device {query.device}", sink.device, **shapes)
+    grouped = False
+    if H != G:  # a branch, since a compiled call needs a bool here and has a symbol
+        grouped = True
     value = key if value is None else value
-    return prepare(query, key, value, mask, scale, softcap=softcap, sink=sink, grouped=bool(H != G))
+    return prepare(query, key, value, mask, scale, softcap=softcap, sink=sink, grouped=grouped)
 
 
 def _named(function: str, name: str | None, request: Request) -> Backend:

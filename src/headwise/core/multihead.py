@@ -307,6 +307,7 @@ def _settle_masks(
                     f"if 1 means 'may not attend' pass {name}.bool(), if it means 'may attend' pass {name} == 0",
                     stacklevel=5,  # this function, forward, two frames of nn.Module
                 )
+                break
     if mask is not None:
         joined = mask if joined is None else joined & mask
     if torch.is_grad_enabled():
@@ -353,7 +354,9 @@ def _attend_nested(
     lengths = torch.tensor([sample.shape[0] for sample in samples], device=query.device)
     padded = query.to_padded_tensor(0.0)
     padding = torch.arange(padded.shape[1], device=query.device) >= lengths[:, None]
-    out, _ = module.forward(padded, padded, padded, key_padding_mask=padding, need_weights=False, is_causal=is_causal)
+    # not module(...): hooks and a subclass's own forward are already at work around this call
+    whole = MultiheadAttention.forward
+    out, _ = whole(module, padded, padded, padded, padding, need_weights=False, is_causal=is_causal)
     kept = [row[: sample.shape[0]] for row, sample in zip(out.unbind(), samples, strict=True)]
     return torch.nested.as_nested_tensor(kept, layout=query.layout)
 
