@@ -136,8 +136,8 @@ def report(rounds: int, only: str | None) -> tuple[str, list[str]]:
     peak = product_peak()
     B, L, D, H = LARGE
     how = (
-        f"float32, {rounds} interleaved rounds a row, median (quartiles) of torch's time over headwise's; torch is at its "
-        "best: fast path on, inference mode in eval, the quickest of its ways to make the call."
+        f"float32, {rounds} interleaved rounds a row, median (quartiles) of torch's time over headwise's; torch is at "
+        "its best: fast path on, inference mode in eval, the quickest of its ways to make the call."
     )
     lines = ["# headwise beside torch.nn.MultiheadAttention", "", f"{machine()}. {how}"]
     missed = []
