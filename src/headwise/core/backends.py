@@ -80,17 +80,20 @@ def choose(request: Request) -> Backend:
     return PLAIN if SDPA.why_not(request) or PLAIN.faster(request) else SDPA
 
 
-def run_unmasked(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
-    """`choose` and `run` for heads that are not grouped, without mask or options: the call whose overhead shows."""
-    if torch.compiler.is_compiling():
-        return functional.scaled_dot_product_attention(query, key, value, None, dropout)
+def run_unmasked(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """`choose` and `run` without mask, dropout or options, heads not grouped: the call whose overhead shows.
+
+    Returns:
+        (B, L, H, K), a view of the kernel's output, whose only use it has to be.
+    """
     recorded = query.requires_grad and torch.is_grad_enabled()  # then no other kernel is quicker
     if _IN_TRANSFORM() or forward_ad._current_level >= 0 or (not recorded and PLAIN.shorter(query, key, value)):
-        return PLAIN.run(Request(query, key, value, NOTHING_HIDDEN, None, dropout))
-    out = functional.scaled_dot_product_attention(query, key, value, None, dropout)
-    if out.requires_grad and dropout == 0:
-        _teach_double_backward(out, (query, key, value, NOTHING_HIDDEN, None))
-    return out
+        return PLAIN.run(Request(query, key, value, NOTHING_HIDDEN)).transpose(1, 2)
+    out = functional.scaled_dot_product_attention(query, key, value)
+    view = out.transpose(1, 2)
+    if view.requires_grad:
+        _teach_double_backward(out, (query, key, value, NOTHING_HIDDEN, None), view)
+    return view
 
 
 class _Plain:
@@ -132,7 +135,7 @@ class _Plain:
         weight, dead = softmax_scores(request)
         used = weight.to(request.value.dtype)
         if request.drop is not None:
-            used = request.drop(used)
+            used = request.drop(used.clone())  # it may work in place, on what is returned as the weights
         elif request.dropout > 0:
             used = functional.dropout(used, request.dropout)
         out = _times_heads(used, request.value)
@@ -244,8 +247,11 @@ def softmax_scores(request: Request) -> tuple[Tensor, Tensor | None]:
         meaningless but finite (the caller sets what it uses of them to 0); None where that cannot happen.
     """
     query, mask = request.query, request.mask
+    key = request.key
     scale = 1 / math.sqrt(query.shape[-1]) if request.scale is None else request.scale
-    score = _times_heads(query * scale, request.key.transpose(-1, -2))
+    if query.dtype == torch.float16:
+        query, key = query.float(), key.float()  # the products themselves may exceed 65504
+    score = _times_heads(query * scale, key.transpose(-1, -2))
     if score.dtype in (torch.float16, torch.bfloat16):
         score = score.float()
     if request.softcap is not None:
@@ -255,15 +261,17 @@ def softmax_scores(request: Request) -> tuple[Tensor, Tensor | None]:
     if bias is not None:
         score = score + bias
     if hidden is not None:
-        if request.sink is None and (mask.keep is not None or bias is not None):
+        if mask.keep is not None or bias is not None:
             dead = hidden.all(dim=-1, keepdim=True)
+            if request.sink is not None:
+                dead = dead & (request.sink == -math.inf).view(1, -1, 1, 1)  # any other sink takes all of the weight
             hidden = hidden & ~dead  # softmax over nothing is NaN, in the gradient too: let it see all, drop it later
         score = score.masked_fill(hidden, -math.inf)
     if request.sink is None:
         return torch.softmax(score, dim=-1), dead
     B, H, L, _ = score.shape
     sink = request.sink.to(score.dtype).view(1, H, 1, 1).expand(B, H, L, 1)
-    return torch.softmax(torch.cat([score, sink], dim=-1), dim=-1)[..., :-1], None
+    return torch.softmax(torch.cat([score, sink], dim=-1), dim=-1)[..., :-1], dead
 
 
 def hidden_keys(mask: Lowered, size: Size) -> tuple[Tensor | None, Tensor | None]:
@@ -340,12 +348,17 @@ def _takes_flag_and_mask(request: Request) -> bool:
     return bool(choice == torch.nn.attention.SDPBackend.FLASH_ATTENTION.value)
 
 
-def _teach_double_backward(out: Tensor, call: tuple[Any, ...]) -> None:
+def _teach_double_backward(out: Tensor, call: tuple[Any, ...], view: Tensor | None = None) -> None:
     """Give the fused kernel the second derivative it lacks, at the cost of a hook when nobody asks for one.
 
     The hook runs after the kernel's backward. With `create_graph` it replaces the gradients by those of the plain
     formula, which can be differentiated again; otherwise it lets go of the tensors it kept alive, like the node itself.
-    `call` is the beginning of a Request: query, key, value, mask and scale.
+
+    Args:
+        out: the kernel's output.
+        call: the beginning of a Request: query, key, value, mask and scale.
+        view: the only use of `out`, if there is one. A hook on a tensor is cheaper than one on a node, and this one
+            adds the other when it is needed; on `out` itself it would be a reference cycle.
     """
     node = out.grad_fn
     kind = type(node)
@@ -356,29 +369,44 @@ def _teach_double_backward(out: Tensor, call: tuple[Any, ...]) -> None:
         return  # under activation checkpointing or offloading, to hold the inputs would undo it: torch's error stands
     held = [call]
 
-    def hook(grads: Sequence[Tensor | None], grad_outs: Sequence[Tensor]) -> Any:
-        if not torch.is_grad_enabled():
-            if not _KEEPS_GRAPH():
-                held.clear()
-            return None
-        if not held:
-            return None
-        *inputs, mask, scale = held[0]
-        if any(grad is not None and grad.shape != tensor.shape for grad, tensor in zip(grads, inputs, strict=False)):
-            return None  # this kernel saw its inputs padded or repeated: its own gradients stand
-        if mask.bias is not None:
-            mask = mask._replace(bias=mask.bias.detach())
-        # aliases, since the inputs may depend on each other and only partial derivatives are wanted
-        dtype = grad_outs[0].dtype  # autocast may have cast them for the kernel
-        aliases = [tensor.view_as(tensor) if tensor.dtype == dtype else tensor.to(dtype) for tensor in inputs]
-        plain = PLAIN.run(Request(aliases[0], aliases[1], aliases[2], mask, scale))
-        asked = [grad is not None for grad in grads[:3]]
-        wanted = [alias for alias, was in zip(aliases, asked, strict=True) if was]
-        again = iter(torch.autograd.grad(plain, wanted, grad_outs[0], create_graph=True) if wanted else ())
-        return (*(next(again) if was else None for was in asked), *grads[3:])
+    def after(grads: Sequence[Tensor | None], grad_outs: Sequence[Tensor]) -> Any:
+        if torch.is_grad_enabled():
+            return _plain_gradients(held[0], grads, grad_outs[0]) if held else None
+        if not _KEEPS_GRAPH():
+            held.clear()
+        return None
 
-    assert node is not None
-    node.register_hook(hook)
+    def before(_: Tensor) -> None:
+        if torch.is_grad_enabled():
+            handles.append(node.register_hook(after))  # type: ignore[union-attr]
+        elif not _KEEPS_GRAPH():
+            held.clear()
+        while len(handles) > 1:  # one is enough, however often the graph is walked
+            handles.pop(0).remove()
+
+    if view is None:
+        node.register_hook(after)  # type: ignore[union-attr]
+        return
+    handles: list[Any] = []
+    view._backward_hooks = {0: before}  # what Tensor.register_hook does, without a handle to remove it by
+    view.grad_fn._register_hook_dict(view)  # type: ignore[union-attr]
+
+
+def _plain_gradients(call: tuple[Any, ...], grads: Sequence[Tensor | None], grad_out: Tensor) -> Any:
+    """The kernel's gradients by the plain formula, so that they can be differentiated; None to keep the kernel's."""
+    *inputs, mask, scale = call
+    if any(grad is not None and grad.shape != tensor.shape for grad, tensor in zip(grads, inputs, strict=False)):
+        return None  # this kernel saw its inputs padded or repeated: its own gradients stand
+    if mask.bias is not None:
+        mask = mask._replace(bias=mask.bias.detach())
+    # aliases, since the inputs may depend on each other and only partial derivatives are wanted
+    dtype = grad_out.dtype  # autocast may have cast them for the kernel
+    aliases = [tensor.view_as(tensor) if tensor.dtype == dtype else tensor.to(dtype) for tensor in inputs]
+    plain = PLAIN.run(Request(aliases[0], aliases[1], aliases[2], mask, scale))
+    asked = [grad is not None for grad in grads[:3]]
+    wanted = [alias for alias, was in zip(aliases, asked, strict=True) if was]
+    again = iter(torch.autograd.grad(plain, wanted, grad_out, create_graph=True) if wanted else ())
+    return (*(next(again) if was else None for was in asked), *grads[3:])
 
 
 def _private(owner: object, name: str, otherwise: object) -> Callable[..., Any]:

@@ -7,7 +7,9 @@ Letters: D model width.
 
 from __future__ import annotations
 
+import copy
 import math
+import weakref
 from typing import Any, Protocol, cast
 
 import torch
@@ -74,20 +76,36 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 class Reset:
-    """`reset_parameters` of a projection: what it was under its parent. A class, so that it pickles and copies."""
+    """`reset_parameters` of a projection: what it was under its parent.
+
+    A class, so that it pickles and copies; it holds its child weakly, so that a deleted module is freed at once.
+    """
 
     def __init__(self, child: nn.Linear, stacked: int | None) -> None:
-        self.child, self.stacked = child, stacked
+        self.child, self.stacked = weakref.ref(child), stacked
 
     def __call__(self) -> None:
+        child = self.child()
+        assert child is not None
         if self.stacked is None:
-            nn.Linear.reset_parameters(self.child)
+            nn.Linear.reset_parameters(child)
         else:
-            fan_out, fan_in = self.child.weight.shape
+            fan_out, fan_in = child.weight.shape
             bound = math.sqrt(3.0) * math.sqrt(2.0 / (fan_in + self.stacked * fan_out))  # rounded as torch's init does
-            nn.init.uniform_(self.child.weight, -bound, bound)
-        if self.child.bias is not None:
-            nn.init.zeros_(self.child.bias)
+            nn.init.uniform_(child.weight, -bound, bound)
+        if child.bias is not None:
+            nn.init.zeros_(child.bias)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Reset:
+        child = copy.deepcopy(self.child(), memo)
+        assert child is not None
+        return Reset(child, self.stacked)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"child": self.child(), "stacked": self.stacked}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.child, self.stacked = weakref.ref(state["child"]), state["stacked"]
 
 
 def own_child_resets(module: Projected) -> None:
@@ -124,6 +142,8 @@ def fuse(module: Projected) -> None:
         where = f"{part} of q_proj, k_proj and v_proj"
         if len(held) not in (0, 3):
             raise invalid("fuse_projections", where, "be there for all or for none", f"{len(held)} of 3")
+        if len({id(parameter) for parameter in held}) != len(held):
+            raise invalid("fuse_projections", where, "be parameters of their own", "tied ones, which would come apart")
         if len({parameter.requires_grad for parameter in held}) > 1:
             raise invalid("fuse_projections", where, "be frozen all or none", "some")
         if len({(parameter.dtype, parameter.device) for parameter in held}) > 1:

@@ -53,7 +53,7 @@ NOTHING_HIDDEN = Lowered()
 def lower_triangle(size: Size, offset: int | Tensor) -> Tensor:
     """Query l sees keys 0 .. l + offset, (1 or B, 1, L, S)."""
     query_L1 = torch.arange(size.queries, device=size.device)[:, None]
-    keep = torch.arange(size.keys, device=size.device) <= query_L1 + offset
+    keep = torch.arange(size.keys, device=size.device) - query_L1 <= offset  # a difference cannot overflow, a sum can
     return keep if keep.dim() == 4 else keep[None, None]
 
 

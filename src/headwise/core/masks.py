@@ -78,6 +78,9 @@ class Mask:
     def __invert__(self) -> Mask:
         return _Not(_boolean("~", self))
 
+    def __bool__(self) -> bool:
+        raise TypeError("a Mask has no truth value: combine masks with &, | and ~, not with `and`, `or` and `not`")
+
     def keep(self, size: Size) -> Tensor | None:
         """True where a query may attend, broadcastable to (B, H, L, S); None: everywhere."""
         raise NotImplementedError
@@ -225,12 +228,12 @@ class _Window(Mask):
 
     def keep(self, size: Size) -> Tensor | None:
         query_L1 = torch.arange(size.queries, device=size.device)[:, None]
-        key_S = torch.arange(size.keys, device=size.device)
+        ahead_LS = torch.arange(size.keys, device=size.device) - query_L1  # a difference cannot overflow, a sum can
         keep_LS = None
         if self.left is not None:
-            keep_LS = key_S >= query_L1 - self.left
+            keep_LS = ahead_LS >= -self.left
         if self.right is not None:
-            right_LS = key_S <= query_L1 + self.right
+            right_LS = ahead_LS <= self.right
             keep_LS = right_LS if keep_LS is None else keep_LS & right_LS
         return None if keep_LS is None else keep_LS[None, None]
 
@@ -520,6 +523,8 @@ def read_torch(
         if mask.dim() not in ranks:
             rule = f"be {_TORCH_SHAPES[argument].rstrip(',')}"
             raise invalid(caller, argument, rule, f"{mask.dim()}-D {tuple(mask.shape)}", **shown)
+        if mask.is_floating_point() and mask.dtype.itemsize == 1:
+            mask = mask.float()  # float8 has no arithmetic
         found = _and(found, _Torch(caller, argument, ~mask if mask.dtype == torch.bool else mask, shown))
     return found
 

@@ -93,7 +93,7 @@ class ProjectedAttention(nn.Module):
                 nn.init.xavier_normal_(extra)
 
     def _project(
-        self, query: Tensor, key: Tensor, value: Tensor, head_dim: int, batch_first: bool, is_direct: bool
+        self, query: Tensor, key: Tensor, value: Tensor, head_dim: int, batch_first: bool, is_direct: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
         """(B, H, L, K), (B, H, S, K), (B, H, S, K) from (B, L, D), or (L, B, D) not batch first, and so on.
 
@@ -182,8 +182,11 @@ class ProjectedAttention(nn.Module):
         return layouts.read_as_torch(self, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in TORCH_NAMES and "q_proj" in self.__dict__.get("_modules", {}):
+        modules = self.__dict__.get("_modules", {})
+        if name in TORCH_NAMES and "q_proj" in modules:
             layouts.write_as_torch(self, name, value)
+        elif name in CHILDREN and "out_proj" in modules and name not in modules:
+            raise AttributeError(f"{name}: the projections of this module are fused; call split_projections() first")
         else:
             super().__setattr__(name, value)
 

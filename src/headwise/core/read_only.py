@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 _TO_MEMORY = ("untyped_storage", "storage", "_typed_storage", "__dlpack__", "set_")
+_GRAD: Any = vars(torch._C.TensorBase)["grad"]
+_WAITS_FOR_GRADIENT = (_GRAD.__get__, torch.Tensor.register_hook, torch.Tensor.retain_grad)
 _READS_DESPITE_NAME = ("__invert__", "__index__", "__int__", "__iter__")
 
 
@@ -39,8 +41,11 @@ class ReadOnly(torch.Tensor):
         given = [value for value in _flatten((*args, *kwargs.values())) if isinstance(value, ReadOnly)]
         if _writes(func, args, kwargs):
             raise _refuse()
-        if func is torch.Tensor.__iter__:
-            return iter(args[0].unbind(0))
+        if func in _WAITS_FOR_GRADIENT:
+            raise TypeError(
+                "in_proj_weight and in_proj_bias are made afresh at each reading while the projections are split, so "
+                "no gradient arrives: read it from, or hook, q_proj.weight and its like, or call fuse_projections()"
+            )
         with torch._C.DisableTorchFunctionSubclass():
             if func in (torch.Tensor.__reduce_ex__, torch.Tensor.__deepcopy__):  # copied, it is an ordinary tensor
                 plain = args[0].detach().as_subclass(torch.Tensor).clone()
