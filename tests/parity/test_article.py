@@ -1,6 +1,6 @@
 """The samples of an introduction to `nn.MultiheadAttention`, with nothing but the import changed.
 
-Each sample is run as text, once after `import torch.nn as nn` and once with ours under the same name, and must hold in both.
+Each sample is run as text, once with torch's class and once with ours under the same name, and must hold in both.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ def test_weights_of_each_head():
 
 def test_weights_of_each_head_from_the_constructor():
     """Ours can be told once."""
-    told = BASIC.replace("batch_first=True", "batch_first=True, average_attn_weights=False") + "    _, weights = mha(x, x, x)"
+    told = (
+        BASIC.replace("batch_first=True", "batch_first=True, average_attn_weights=False")
+        + "    _, weights = mha(x, x, x)"
+    )
     asked = BASIC + "    _, weights = mha(x, x, x, average_attn_weights=False)"
     with pytest.raises(TypeError, match="average_attn_weights"):
         run(told, IMPORTS["torch"])
@@ -114,7 +117,9 @@ def test_causal_float_mask():
         without, none = mha(x, x, x, attn_mask=attn_mask, need_weights=False)
     """
     ours = in_both(sample, "attn_mask", "output", "weights", "without")
-    assert torch.equal(ours["attn_mask"], torch.zeros(20, 20).masked_fill(torch.ones(20, 20).triu(1).bool(), -torch.inf))
+    assert torch.equal(
+        ours["attn_mask"], torch.zeros(20, 20).masked_fill(torch.ones(20, 20).triu(1).bool(), -torch.inf)
+    )
     assert ours["weights"].triu(1).count_nonzero() == 0
     assert (ours["weights"] > 0).sum() == 10 * 20 * 21 // 2
     torch.testing.assert_close(ours["without"], ours["output"])

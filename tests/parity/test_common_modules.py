@@ -12,12 +12,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from tests.parity.pair import LAYOUTS, fill, same, same_pair, twin
 from torch import nn
 from torch.autograd import gradcheck, gradgradcheck
 from torch.func import functional_call
 from torch.testing._internal.common_modules import module_db
 from torch.testing._internal.common_utils import freeze_rng_state, mock_wrapper
-from tests.parity.pair import LAYOUTS, fill, same, same_pair, twin
 
 from headwise import MultiheadAttention
 
@@ -33,9 +33,7 @@ def samples(dtype=torch.float32, training=True, requires_grad=False):
     """torch's samples as (name, constructor keywords, inputs, masks, reference function)."""
     with freeze_rng_state():
         torch.manual_seed(0)
-        given = INFO.module_inputs_func(
-            INFO, device="cpu", dtype=dtype, requires_grad=requires_grad, training=training
-        )
+        given = INFO.module_inputs_func(INFO, device="cpu", dtype=dtype, requires_grad=requires_grad, training=training)
     for sample in given:
         build, call = sample.constructor_input, sample.forward_input
         assert build.args == ()
@@ -81,8 +79,13 @@ def test_forward(dtype, training, fused_qkv):
             same(mine, its, TOLERANCE[dtype] / 10, name)
         theirs = nn.MultiheadAttention(**kwargs).to(dtype).train(training)
         theirs.load_state_dict(module.state_dict())
-        for mine, its in zip(outputs, theirs(*inputs, **masks), strict=True):
-            same(mine, its, TOLERANCE[dtype], name)
+        if dtype == torch.float16:  # torch rounds the scores to 16 bit, headwise does not: judge both by float64
+            exact = copy.deepcopy(theirs).double()(*(x.double() for x in inputs), **masks)
+            for mine, its, want in zip(outputs, theirs(*inputs, **masks), exact, strict=True):
+                assert (mine - want).abs().max() <= 2 * (its - want).abs().max() + 1e-3, name
+        else:
+            for mine, its in zip(outputs, theirs(*inputs, **masks), strict=True):
+                same(mine, its, TOLERANCE[dtype], name)
 
 
 @layouts
@@ -120,7 +123,9 @@ def test_default_dtype(fused_qkv):
 
 @layouts
 @trainings
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), copy.copy])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), copy.copy], ids=["deepcopy", "pickle", "copy"]
+)
 def test_pickle_and_copy(copied, training, fused_qkv):
     """The copy gives the same numbers, is in the same mode, and has its own parameters, unless it is a shallow one."""
     for name, kwargs, inputs, masks, _ in half_of_the_samples(training=training):
@@ -148,7 +153,13 @@ def test_copies_keep_what_was_changed(fused_qkv):
         assert twice.dropout == 0.5
         assert [p.requires_grad for p in twice.parameters()] == [p.requires_grad for p in module.parameters()]
         assert (twice.training, twice.attn_dropout.training) == (True, False)
+        before = copy.deepcopy(module.state_dict())
         twice.reset_parameters()
+        for child in twice.children():
+            if hasattr(child, "reset_parameters"):
+                child.reset_parameters()
+        assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+        assert not torch.equal(twice.state_dict()["in_proj_weight"], before["in_proj_weight"])
         assert twice.extra_repr() == module.extra_repr()
         assert twice.out_proj.weight is not module.out_proj.weight
 
@@ -205,7 +216,10 @@ def test_gradients(order, need_weights, fused_qkv):
     """Numerically, in float64, with respect to the inputs and every parameter; second derivatives too."""
     check = gradcheck if order == 1 else gradgradcheck
     for name, kwargs, inputs, masks, _ in half_of_the_samples(torch.float64, requires_grad=True):
-        both, no_mask = all(mask is not None for mask in masks.values()), not any(mask is not None for mask in masks.values())
+        both, no_mask = (
+            all(mask is not None for mask in masks.values()),
+            not any(mask is not None for mask in masks.values()),
+        )
         if not kwargs["bias"] or not (both or no_mask):
             continue  # without bias: see the batch below; one mask alone hides the same keys as both
         module = built(kwargs, fused_qkv, torch.float64)
@@ -219,7 +233,9 @@ def test_gradients(order, need_weights, fused_qkv):
 def test_gradients_of_a_batch(order, need_weights, fused_qkv):
     """The same for a batch with a padded sample, a query without a key, and unlike widths."""
     module = built({"embed_dim": 4, "num_heads": 2, "kdim": 3, "vdim": 5, "bias": False}, fused_qkv, torch.float64)
-    inputs = [torch.randn(n, 2, width, dtype=torch.float64, requires_grad=True) for n, width in ((3, 4), (2, 3), (2, 5))]
+    inputs = [
+        torch.randn(n, 2, width, dtype=torch.float64, requires_grad=True) for n, width in ((3, 4), (2, 3), (2, 5))
+    ]
     masks = {
         "key_padding_mask": torch.tensor([[False, True], [True, True]]),
         "attn_mask": torch.tensor([[False, False], [True, False], [False, True]]),

@@ -9,8 +9,8 @@ import re
 
 import pytest
 import torch
-from torch import nn
 from tests.parity.pair import LAYOUTS
+from torch import nn
 
 from headwise import MultiheadAttention
 
@@ -58,7 +58,7 @@ def test_constructor(request, args, kwargs, parts, fused_qkv):
     else:
         with pytest.raises((ValueError, AssertionError, TypeError, RuntimeError)):
             nn.MultiheadAttention(*args, **kwargs)
-    with pytest.raises(ValueError, match="^MultiheadAttention: ") as caught:
+    with pytest.raises(ValueError, match=r"^MultiheadAttention: ") as caught:
         MultiheadAttention(*args, fused_qkv=fused_qkv, **kwargs)
     said_in_order(caught, parts)
 
@@ -131,7 +131,7 @@ BATCHED = {
     "key-complex": ({"key": ones(B, S, KDIM).cfloat()}, "key", ["dtype", "float32", "got torch.complex64"]),
     "query-None": ({"query": None}, "query", ["tensor", "NoneType"]),
     "key-list": ({"key": [[1.0]]}, "key", ["tensor", "list"]),
-    "value-on-meta": ({"value": ones(B, S, VDIM).to("meta")}, "value", ["device cpu", "got meta"]),
+    "value-on-meta": ({"value": ones(B, S, VDIM).to("meta")}, "value", ["device", "cpu", "got meta"]),
     "attn_mask-uint8": ({"attn_mask": hides(L, S, dtype=torch.uint8)}, "attn_mask", ["bool", "float", "torch.uint8"]),
     "attn_mask-int64": ({"attn_mask": hides(L, S, dtype=torch.int64)}, "attn_mask", ["bool", "float", "torch.int64"]),
     "attn_mask-complex": (
@@ -178,9 +178,9 @@ BATCHED = {
     "wrong-attn_mask-good-key_padding_mask": (
         {"attn_mask": hides(L, S + 1), "key_padding_mask": hides(B, S)}, "attn_mask", ["(L, S)", "(7, 12)"],
     ),
-    "ours-attn_mask-on-meta": ({"attn_mask": hides(L, S).to("meta")}, "attn_mask", ["device cpu", "got meta"]),
+    "ours-attn_mask-on-meta": ({"attn_mask": hides(L, S).to("meta")}, "attn_mask", ["device", "cpu", "got meta"]),
     "ours-key_padding_mask-on-meta": (
-        {"key_padding_mask": hides(B, S).to("meta")}, "key_padding_mask", ["device cpu", "got meta"],
+        {"key_padding_mask": hides(B, S).to("meta")}, "key_padding_mask", ["device", "cpu", "got meta"],
     ),
 }  # fmt: skip
 
@@ -219,7 +219,10 @@ def says_all_sizes(caught, call):
 
 def refused(call, argument, parts, *, batch_first, torch_refuses):
     """Both refuse the call, with and without weights, and in both layouts."""
-    for cls, layouts in ((nn.MultiheadAttention, [{}]), (MultiheadAttention, [{"fused_qkv": f} for f in (False, True)])):
+    for cls, layouts in (
+        (nn.MultiheadAttention, [{}]),
+        (MultiheadAttention, [{"fused_qkv": f} for f in (False, True)]),
+    ):
         for layout in layouts:
             module = cls(D, H, kdim=KDIM, vdim=VDIM, batch_first=batch_first, **layout)
             for need_weights in (True, False):
@@ -267,7 +270,9 @@ def test_the_right_calls_pass():
     for batch_first in (True, False):
         for cls in (nn.MultiheadAttention, MultiheadAttention):
             module = cls(D, H, kdim=KDIM, vdim=VDIM, batch_first=batch_first)
-            out, weights = module(**in_memory_order(batch_first, {}), attn_mask=hides(L, S), key_padding_mask=hides(B, S))
+            out, weights = module(
+                **in_memory_order(batch_first, {}), attn_mask=hides(L, S), key_padding_mask=hides(B, S)
+            )
             assert out.shape == ((B, L, D) if batch_first else (L, B, D))
             assert weights.shape == (B, L, S)
             out, weights = module(ones(L, D), ones(S, KDIM), ones(S, VDIM), attn_mask=hides(H, L, S))
@@ -282,7 +287,10 @@ def test_batch_first_forgotten(batch_first):
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
     read = r"\(B, L, D\)" if batch_first else r"\(L, B, D\)"
     cure = f"batch_first={not batch_first}"
-    ours, theirs = MultiheadAttention(D, H, batch_first=batch_first), nn.MultiheadAttention(D, H, batch_first=batch_first)
+    ours, theirs = (
+        MultiheadAttention(D, H, batch_first=batch_first),
+        nn.MultiheadAttention(D, H, batch_first=batch_first),
+    )
     with pytest.raises(RuntimeError, match="is invalid for input of size"):
         theirs(query, key, value)
     with pytest.raises(ValueError, match=f"key must .*{read}.*{cure}"):

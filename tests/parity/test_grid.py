@@ -1,8 +1,8 @@
 """The grid: outputs, weights, input, mask and parameter gradients are torch's wherever torch's are well defined.
 
-Every triple of values of the axes below occurs in some case, except where the axes exclude each other; `test_the_grid`
-holds that. An id reads: heads, biases and extra keys, widths, memory order, layout, batch, attention, mask, dtype, mode,
-weights.
+Every triple of values of the axes below occurs in some case, except where the axes exclude each other, as
+`test_the_grid` holds. An id reads: heads, biases, extra keys, widths, memory order, layout, batch, attention, mask,
+dtype, mode, weights.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import random
 
 import pytest
 import torch
-from torch import nn
 from tests.parity.pair import fill, same, torch_grads, twin
+from torch import nn
 
 B, L, S, K = 5, 7, 11, 3
 KDIM, VDIM = 13, 17
@@ -27,7 +27,7 @@ AXES = {
     "order": ("BLD", "LBD"),
     "layout": ("split", "fused"),
     "batch": ("batched", "single"),
-    "inputs": ("self", "kv", "cross", "cross-of-equal-length"),
+    "inputs": ("self", "kv", "qk", "cross", "cross-of-equal-length"),
     "mask": (
         "none", "pad", "padf", "2d", "2df", "3d", "3df", "2d+pad", "2df+padf", "3d+pad", "3df+padf",
         "causal", "causalf", "causal+pad", "causal-not-said",
@@ -41,10 +41,8 @@ NAMES = tuple(AXES)
 
 def possible(case):
     """One tensor in two roles needs one width in both."""
-    widths, inputs = case["widths"], case["inputs"]
-    if inputs == "self":
-        return widths == "same"
-    return inputs != "kv" or widths in ("same", "kdim=vdim")
+    allowed = {"self": ("same",), "kv": ("same", "kdim=vdim"), "qk": ("same", "vdim")}
+    return case["widths"] in allowed.get(case["inputs"], AXES["widths"])
 
 
 def triples(case):
@@ -135,7 +133,7 @@ def problem(case, dtype):
     )
     theirs = fill(theirs).to(dtype).train(case["mode"].startswith("train"))
     length = L
-    keys = L if case["inputs"] in ("self", "cross-of-equal-length") else S
+    keys = S if case["inputs"] in ("kv", "cross") else L
     generator = torch.Generator().manual_seed(2)
 
     def made(positions, width):
@@ -145,9 +143,9 @@ def problem(case, dtype):
         return torch.randn(shape, generator=generator).to(dtype)
 
     inputs = [made(length, theirs.embed_dim)]
-    if case["inputs"] != "self":
+    if case["inputs"] not in ("self", "qk"):
         inputs.append(made(keys, theirs.kdim))
-    if case["inputs"].startswith("cross"):
+    if case["inputs"] not in ("self", "kv"):
         inputs.append(made(keys, theirs.vdim))
     attn_mask, key_padding_mask = masks_of(case, length, keys, dtype, generator)
     loss_seed = torch.randn(4096, generator=generator, dtype=torch.float64)
@@ -157,11 +155,12 @@ def problem(case, dtype):
 def results(module, case, inputs, attn_mask, key_padding_mask, loss_seed, is_causal):
     """Everything that a call gives, by name."""
     mode, dtype = case["mode"], inputs[0].dtype
-    grad = mode.endswith("grad") and not mode.endswith("nograd") or mode == "train-frozen-input"
+    grad = (mode.endswith("grad") and not mode.endswith("nograd")) or mode == "train-frozen-input"
     input_grad = mode.endswith("-grad")
     module.requires_grad_(grad).zero_grad()
     inputs = [x.clone().requires_grad_(input_grad) for x in inputs]
-    q, k, v = (inputs[0], inputs[min(1, len(inputs) - 1)], inputs[-1])
+    roles = {"self": (0, 0, 0), "kv": (0, 1, 1), "qk": (0, 0, 1)}
+    q, k, v = (inputs[i] for i in roles.get(case["inputs"], (0, 1, 2)))
     named = {"attn_mask": attn_mask, "key_padding_mask": key_padding_mask}
     for name, mask in named.items():
         if mask is not None and mask.is_floating_point() and case["mask"] != "causalf":  # torch may drop that one
@@ -197,7 +196,15 @@ def spread(seed, like):
 
 
 # torch's fused kernel of eval mode needs seven axes at one value each, which triples alone seldom bring together
-FAST = {"heads": 2, "bias": "bias", "extra": "plain", "widths": "same", "order": "BLD", "batch": "batched", "inputs": "self"}
+FAST = {
+    "heads": 2,
+    "bias": "bias",
+    "extra": "plain",
+    "widths": "same",
+    "order": "BLD",
+    "batch": "batched",
+    "inputs": "self",
+}
 FREE = {name: values for name, values in AXES.items() if name not in FAST} | {"mode": ("eval-nograd", "eval-frozen")}
 FAST_GRID = [FAST | dict(zip(FREE, values, strict=True)) for values in itertools.product(*FREE.values())]
 
@@ -236,7 +243,9 @@ def test_parity(case):
             same(got[name], value, 1e-5 if dtype == torch.float32 else 1e-11, name)
         return
     wide = [None if x is None else x.double() if x.is_floating_point() else x for x in (attn_mask, key_padding_mask)]
-    exact = results(copy.deepcopy(theirs).double(), case, [x.double() for x in inputs], *wide, loss_seed, is_causal=hint)
+    exact = results(
+        copy.deepcopy(theirs).double(), case, [x.double() for x in inputs], *wide, loss_seed, is_causal=hint
+    )
     for name, truth in exact.items():
         assert got[name].shape == truth.shape, name
         allowed = 2 * (want[name] - truth).abs().max() + 2**-7 * truth.abs().max()

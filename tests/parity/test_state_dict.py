@@ -7,8 +7,8 @@ import io
 
 import pytest
 import torch
-from torch import nn
 from tests.parity.pair import LAYOUTS, fill, same, torch_grads, twin
+from torch import nn
 
 from headwise import MultiheadAttention
 
@@ -71,7 +71,7 @@ def test_same_seed_same_state(kind, fused_qkv):
 
 
 def test_reset_parameters_is_torchs(kind, fused_qkv):
-    """Drawn anew, the numbers are torch's again; torch leaves out_proj.weight as it was, so that is made equal first."""
+    """Drawn anew, the numbers are torch's again; torch leaves out_proj.weight alone, so that is made equal first."""
     theirs, ours = both(kind, fused_qkv)
     fill(theirs)
     fill(ours, seed=4)
@@ -136,7 +136,12 @@ def test_inside_a_model(kind, fused_qkv):
 
     def model(attention):
         torch.manual_seed(1)
-        parts = {"before": nn.Linear(2, 3), "attn": attention, "attn2": copy.deepcopy(attention), "norm": nn.LayerNorm(D)}
+        parts = {
+            "before": nn.Linear(2, 3),
+            "attn": attention,
+            "attn2": copy.deepcopy(attention),
+            "norm": nn.LayerNorm(D),
+        }
         return nn.ModuleDict({"block": nn.ModuleDict(parts)})
 
     their_model, our_model = model(theirs), model(ours)
@@ -178,7 +183,7 @@ def test_missing_and_unexpected(kind, fused_qkv):
     state = dict(theirs.state_dict()) | {"nonsense": torch.ones(2)}
     assert ours.load_state_dict(state, strict=False).unexpected_keys == ["nonsense"]
     for module in (theirs, ours):
-        with pytest.raises(RuntimeError, match="Unexpected key.*nonsense"):
+        with pytest.raises(RuntimeError, match=r"Unexpected key.*nonsense"):
             module.load_state_dict(state)
 
 
@@ -244,7 +249,9 @@ def test_the_other_layout_afterwards(kind, fused_qkv):
     """Converted, the module still speaks torch's names and gives the same numbers."""
     theirs = fill(nn.MultiheadAttention(D, H, **kind))
     ours = twin(theirs, fused_qkv=fused_qkv)
-    for convert in ("split_projections", "fuse_projections") if fused_qkv else ("fuse_projections", "split_projections"):
+    for convert in (
+        ("split_projections", "fuse_projections") if fused_qkv else ("fuse_projections", "split_projections")
+    ):
         getattr(ours, convert)()
         identical(ours.state_dict(), theirs.state_dict())
         assert list(ours.load_state_dict(theirs.state_dict())) == [[], []]

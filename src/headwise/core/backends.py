@@ -368,9 +368,15 @@ def _teach_double_backward(out: Tensor, call: tuple[Any, ...], view: Tensor | No
     if not fused or _SAVED_HOOKS(True) is not None:
         return  # under activation checkpointing or offloading, to hold the inputs would undo it: torch's error stands
     held = [call]
+    versions = None if view is not None else _versions(call)  # a view's inputs are nobody else's to change
 
     def after(grads: Sequence[Tensor | None], grad_outs: Sequence[Tensor]) -> Any:
         if torch.is_grad_enabled():
+            if held and versions not in (None, _versions(held[0])):
+                raise RuntimeError(
+                    "attention: a query, key, value or mask was changed in place after the forward pass, so its "
+                    "gradient cannot be built for a second derivative; change a clone instead"
+                )
             return _plain_gradients(held[0], grads, grad_outs[0]) if held else None
         if not _KEEPS_GRAPH():
             held.clear()
@@ -390,6 +396,12 @@ def _teach_double_backward(out: Tensor, call: tuple[Any, ...], view: Tensor | No
     handles: list[Any] = []
     view._backward_hooks = {0: before}  # what Tensor.register_hook does, without a handle to remove it by
     view.grad_fn._register_hook_dict(view)  # type: ignore[union-attr]
+
+
+def _versions(call: tuple[Any, ...]) -> list[int]:
+    """How often the tensors of a call have been written to; the kernel saved some of them as copies."""
+    tensors = (*call[:3], call[3].keep, call[3].bias)
+    return [0 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def _plain_gradients(call: tuple[Any, ...], grads: Sequence[Tensor | None], grad_out: Tensor) -> Any:

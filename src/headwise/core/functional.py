@@ -274,9 +274,10 @@ def _request(
     if mask is not None and not isinstance(mask, Mask):
         rule = "be a Mask of headwise.masks; wrap a bool tensor (True may attend) in masks.dense, scores in masks.bias"
         raise invalid(function, "mask", rule, type(mask).__name__, **shapes)
-    if scale is not None and (isinstance(scale, Tensor) or not math.isfinite(scale)):
+    compiling = torch.compiler.is_compiling()  # then a number may be a symbol
+    if scale is not None and (isinstance(scale, Tensor) or not (compiling or math.isfinite(scale))):
         raise invalid(function, "scale", "be a finite number", scale, **shapes)
-    if softcap is not None and (isinstance(softcap, Tensor) or not 0 < softcap < math.inf):
+    if softcap is not None and (isinstance(softcap, Tensor) or not (compiling or 0 < softcap < math.inf)):
         raise invalid(function, "softcap", "be a finite number greater than 0", softcap, **shapes)
     if sink is not None:
         if not isinstance(sink, Tensor) or tuple(sink.shape) != (H,) or not sink.is_floating_point():

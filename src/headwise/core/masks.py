@@ -650,4 +650,4 @@ def _four_dims(tensor: Tensor) -> Tensor:
 
 
 def _not_integer(tensor: Tensor) -> bool:
-    return tensor.dtype == torch.bool or tensor.is_floating_point() or tensor.is_complex()
+    return tensor.dtype not in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
