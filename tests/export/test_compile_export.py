@@ -63,8 +63,8 @@ CALLS: dict[str, Callable[[MultiheadAttention, Tensor, Tensor], tuple[Tensor, Te
     ("name", "train", "fused"),
     [
         ("weights", True, False),
-        ("causal", True, True),
-        ("masks", False, True),
+        pytest.param("causal", True, True, marks=pytest.mark.slow),
+        pytest.param("masks", False, True, marks=pytest.mark.slow),
         ("mask", False, False),
         ("nothing", True, False),
     ],
@@ -101,7 +101,7 @@ def test_compile_of_cross_attention_with_both_lengths_dynamic() -> None:
     assert len(counter.graphs) == 1
 
 
-@pytest.mark.parametrize("need_weights", [True, False])
+@pytest.mark.parametrize("need_weights", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_compile_lowers_forward_and_backward(need_weights: bool) -> None:
     """Through AOT autograd, gradients and all, in train; with dropout it is drawn inside the graph."""
     module = MultiheadAttention(D, H, batch_first=True)
@@ -120,7 +120,7 @@ def test_compile_lowers_forward_and_backward(need_weights: bool) -> None:
         assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("train", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_compile_with_dropout(train: bool) -> None:
     module = MultiheadAttention(D, H, batch_first=True, dropout=0.5).train(train)
     x = torch.randn(3, 5, D)
