@@ -247,13 +247,8 @@ def softmax_scores(request: Request) -> tuple[Tensor, Tensor | None]:
         meaningless but finite (the caller sets what it uses of them to 0); None where that cannot happen.
     """
     query, mask = request.query, request.mask
-    key = request.key
     scale = 1 / math.sqrt(query.shape[-1]) if request.scale is None else request.scale
-    if query.dtype == torch.float16:
-        query, key = query.float(), key.float()  # the products themselves may exceed 65504
-    score = _times_heads(query * scale, key.transpose(-1, -2))
-    if score.dtype in (torch.float16, torch.bfloat16):
-        score = score.float()
+    score = _products(query, request.key, scale)
     if request.softcap is not None:
         score = request.softcap * torch.tanh(score / request.softcap)
     hidden, bias = hidden_keys(mask, request.size)
@@ -304,6 +299,17 @@ def _part(request: Request, head: int, rows: slice) -> Request:
         sink=None if request.sink is None else request.sink[pick],
         grouped=False,
     )
+
+
+def _products(query: Tensor, key: Tensor, scale: float) -> Tensor:
+    """Scaled scores in float32 at least, as fused kernels have them: 16 bit would round them, or overflow."""
+    device = query.device.type
+    if query.dtype in (torch.float16, torch.bfloat16):
+        query, key = query.float(), key.float()
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        with torch.autocast(device, enabled=False):
+            return _times_heads(query * scale, key.transpose(-1, -2))
+    return _times_heads(query * scale, key.transpose(-1, -2))
 
 
 def _times_heads(left: Tensor, right: Tensor) -> Tensor:

@@ -167,6 +167,8 @@ def split(module: Projected) -> None:
         parameter = module._parameters.get(name, 0)
         if parameter is not None and not is_plain(parameter):
             raise invalid("split_projections", name, "be a plain Parameter", "a parametrized or sharded one")
+        if isinstance(parameter, nn.Parameter) and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
+            raise invalid("split_projections", name, "carry no hooks", "some; remove them first")
     stacked, bias = module._parameters["in_proj_weight"], module._parameters["in_proj_bias"]
     weights = [module._parameters[name] for name in WEIGHTS] if stacked is None else _parts(stacked)
     biases = [None] * 3 if bias is None else _parts(bias)

@@ -89,7 +89,7 @@ def add_scores(left: Tensor | None, right: Tensor | None) -> Tensor | None:
         return right if left is None else left
     limits = torch.finfo(torch.result_type(left, right))
     hidden = (left == -math.inf) | (right == -math.inf)
-    return torch.where(hidden, -math.inf, (left + right).clamp(min=limits.min))
+    return torch.where(hidden, -math.inf, (left + right).clamp(limits.min, limits.max))
 
 
 def said(value: object) -> str:

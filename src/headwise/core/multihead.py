@@ -47,7 +47,10 @@ class Attend(nn.Module):
         average_attn_weights: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
         """Output (B, H, L, K), and weights (B, L, S), or (B, H, L, S) not averaged, or None."""
-        request = prepare(query, key, value, mask, None, dropout, drop)
+        grouped = False
+        if query.shape[1] != key.shape[1]:  # a branch, for what may be a symbol in a compiled call
+            grouped = True
+        request = prepare(query, key, value, mask, None, dropout, drop, grouped=grouped)
         if not need_weights:
             return choose(request).run(request), None
         return PLAIN.run_with_average(request) if average_attn_weights else PLAIN.run_with_weights(request)
@@ -129,7 +132,7 @@ class MultiheadAttention(ProjectedAttention):
             nearest = embed_dim // num_heads * num_heads or num_heads
             rule = f"be a multiple of num_heads {num_heads}, such as {nearest} or {nearest + num_heads}"
             raise invalid(_NAME, "embed_dim", rule, embed_dim)
-        self.embed_dim, self.num_heads, self.head_dim = embed_dim, num_heads, embed_dim // num_heads
+        self.embed_dim, self.num_heads = embed_dim, num_heads
         self.batch_first, self.add_zero_attn = batch_first, add_zero_attn
         self.average_attn_weights = average_attn_weights
         self._warned_of_zero_one = False
@@ -137,6 +140,11 @@ class MultiheadAttention(ProjectedAttention):
         self.attn_dropout: nn.Module = nn.Dropout(_probability(dropout))
         self.attend = Attend()
         self.reset_parameters()
+
+    @property
+    def head_dim(self) -> int:
+        """K, the width of a head; follows `num_heads`, as torch's call does."""
+        return self.embed_dim // self.num_heads
 
     @property
     def dropout(self) -> float | None:
@@ -263,7 +271,9 @@ class MultiheadAttention(ProjectedAttention):
         ):
             return None
         try:
-            q_BHLK, k_BHSK, v_BHSK = self._project(x, x, x, own["head_dim"], True, True)
+            q_BHLK, k_BHSK, v_BHSK = self._project(x, x, x, own["embed_dim"] // own["num_heads"], True, True)
+            if k_BHSK.shape != q_BHLK.shape:
+                return None  # replaced projections may share key heads
             out_BLD = run_unmasked(q_BHLK, k_BHSK, v_BHSK).flatten(2)
             return cast(Tensor, call(modules["out_proj"], out_BLD, True))
         except RuntimeError as error:
