@@ -353,14 +353,15 @@ def test_padded_query_rows_that_are_keys_and_keys_that_are_rows(way: Way) -> Non
     """Self-attention whose two masks differ: a position may be padding in one role and not in the other."""
     module = make_module(way)
     (x,) = inputs(L)
+    keys = torch.tensor([[False, True, False, False, True], [False, False, False, True, False], [True] * 5])
     rows = {"query_padding_mask": QUERY_PADDED}
     cases = {
         "both": Case(
-            rows | {"key_padding_mask": SELF_PADDED},
-            {"keep": ~SELF_PADDED[:, None, None], "query_padding": QUERY_PADDED},
+            rows | {"key_padding_mask": keys},
+            {"keep": ~keys[:, None, None], "query_padding": QUERY_PADDED},
         ),
         "rows only": Case(rows, {"query_padding": QUERY_PADDED}),
-        "keys only": Case({"mask": (masks.padding, ~SELF_PADDED)}, {"keep": ~SELF_PADDED[:, None, None]}),
+        "keys only": Case({"mask": (masks.padding, ~keys)}, {"keep": ~keys[:, None, None]}),
     }
     compare_module(module, way, [x, x, x], cases)
     if way.path != "compiled":

@@ -414,7 +414,7 @@ def _zeros_and_ones(mask: Tensor) -> bool:
         or mask.numel() == 0
     ):
         return False
-    if type(mask) not in (Tensor, nn.Parameter) or _len_torch_dispatch_stack():
+    if type(mask) not in (Tensor, nn.Parameter) or mask.dtype.itemsize == 1 or _len_torch_dispatch_stack():
         return False
     mask = mask.detach()
     if mask[(0,) * (mask.dim() - 1) + (-1,)].item() not in (0.0, 1.0):
