@@ -87,9 +87,10 @@ def add_scores(left: Tensor | None, right: Tensor | None) -> Tensor | None:
     """Sum of two biases; only what is -inf in one of them is -inf."""
     if left is None or right is None:
         return right if left is None else left
-    limits = torch.finfo(torch.result_type(left, right))
+    total = left + right
+    limits = torch.finfo(total.dtype)
     hidden = (left == -math.inf) | (right == -math.inf)
-    return torch.where(hidden, -math.inf, (left + right).clamp(limits.min, limits.max))
+    return torch.where(hidden, -math.inf, total.clamp(limits.min, limits.max))
 
 
 def said(value: object) -> str:
