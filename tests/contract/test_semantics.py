@@ -422,6 +422,22 @@ def test_returned_weights_are_before_dropout(way: Way) -> None:
     assert (dropped > 1e-3).all() if way.train else (dropped < 1e-5).all()
 
 
+@every_eager_way
+def test_returned_weights_beside_a_dropout_that_works_in_place(way: Way) -> None:
+    """A hooked `nn.Dropout(inplace=True)` is called: it changes its own copy."""
+    module = make_module(way)
+    module.attn_dropout = nn.Dropout(0.5, inplace=True).train()
+    module.attn_dropout.register_forward_hook(lambda *_: None)
+    triple = inputs(L, S, S)
+    found = run_module(module, way, triple, {"all": Case({}, {})})["all"]
+    params = {name: value.detach().double() for name, value in torch_named(module, lambda parameter: parameter).items()}
+    out, weights = oracle(params, *triple)
+    assert ((found[0].double() - out).abs().amax(dim=-1) > 1e-3).all()
+    if way.weights != "off":
+        wanted = weights if way.weights == "per head" else weights.mean(dim=1)
+        assert_close(found[1].double(), wanted, rtol=2e-5, atol=5e-6)
+
+
 @every_way
 def test_returned_weights_beside_a_dropout_module(way: Way) -> None:
     """Anything in the place of `attn_dropout` is called on the weights; what is returned is not what it changed."""
@@ -432,6 +448,20 @@ def test_returned_weights_beside_a_dropout_module(way: Way) -> None:
     module.attn_dropout = FixedFactor(factor)
     means = {"keep": ~LEFT[:, None, None], "factor": factor}
     compare_module(module, way, inputs(L, S, S), {"all": Case({"key_padding_mask": LEFT}, means)})
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_dropout_without_any_mask(batch_first: bool, fused: bool) -> None:
+    """Self-attention without weights goes the shortest way; what is dropped is dropped there too, in train only."""
+    module = make_module(Way(fused, batch_first, True, "off", "eager"), dropout=1.0)
+    x = torch.randn(B, L, D)
+    for need_weights in (False, True):
+        assert torch.equal(module(x, x, x, need_weights=need_weights)[0], module.out_proj.bias.expand(B, L, D))
+    module.eval()
+    assert_close(module(x, x, x, need_weights=False)[0], module(x, x, x)[0])
+    module.attn_dropout.train()  # its own flag decides
+    assert torch.equal(module(x, x, x, need_weights=False)[0], module.out_proj.bias.expand(B, L, D))
 
 
 def test_returned_weights_of_the_article() -> None:

@@ -293,7 +293,9 @@ def test_casting_a_float_mask_in_the_module(kind: str, weights: str, train: bool
             mixed = CAST_WEIGHTS.to(dtype) @ module.v_proj(memory)
             wanted = module.out_proj(mixed)
         assert_close(out.float(), wanted.float(), rtol=3e-2, atol=3e-2)
+        assert out.dtype == dtype
         if weight is not None:
+            assert weight.dtype == query.dtype
             expected = CAST_WEIGHTS if weights == "averaged" else CAST_WEIGHTS.expand(H, 3, S)
             assert_close(weight[1].float(), expected, rtol=2e-2, atol=1e-3)
 
@@ -307,6 +309,19 @@ def test_casting_a_float_mask_under_autocast(backend: str) -> None:
         found = attention(query, key, value, mask=masks.bias(penalty(CASTS["float32 min"])), backend=backend)
     assert found.dtype == torch.bfloat16
     assert_close(found.float(), CAST_WEIGHTS @ value, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "plain"])
+def test_casting_a_float_mask_of_float64_is_not_needed_under_autocast(backend: str) -> None:
+    """Autocast leaves float64 alone, so penalties beyond bfloat16's range keep their order."""
+    query, key, value = torch.randn(3, 1, H, S, K, dtype=torch.float64).unbind(0)
+    scores = torch.full((S, S), -1e300, dtype=torch.float64)
+    scores[:, 3] = -1e200
+    want = attention(query, key, value, mask=masks.bias(scores), backend=backend)
+    assert_close(want, value[:, :, 3:4].expand_as(want))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(attention(query, key, value, mask=masks.bias(scores), backend=backend), want)
+        assert_close(attention_weights(query, key, mask=masks.bias(scores))[..., 3], torch.ones(1, H, S).double())
 
 
 # --- 0/1 float mask ---------------------------------------------------------------------------------------------------

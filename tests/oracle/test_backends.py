@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from headwise import MultiheadAttention, attention, attention_weights, explain, masks
-from headwise.core import reference
+from headwise.core import backends, reference
 
 B, H, L, S, K = 2, 6, 5, 7, 3
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -342,6 +342,25 @@ def test_double_backward_in_eager(backend: str, shape: tuple[int, ...]) -> None:
         assert gradgradcheck(call, inputs, fast_mode=True)
 
 
+@pytest.mark.parametrize("backend", ["sdpa", "plain"])
+def test_double_backward_of_a_bias(backend: str) -> None:
+    inputs = [*drawn((2, 2, 3, 5, 2, 2)), torch.randn(1, 2, 3, 5, dtype=torch.float64, requires_grad=True)]
+    for beside in (masks.causal(), masks.padding([4, 0])):
+        call = lambda q, k, v, b, m=beside: attention(q, k, v, mask=masks.bias(b) & m, backend=backend)  # noqa: E731
+        assert gradcheck(call, inputs, fast_mode=True)
+        assert gradgradcheck(call, inputs, fast_mode=True)
+
+
+def test_double_backward_of_a_sink_and_of_the_weights() -> None:
+    query, key, value = drawn(SMALL)
+    sink = torch.randn(2, dtype=torch.float64, requires_grad=True)
+    mask = masks.causal() & masks.padding([4, 0])
+    assert gradgradcheck(
+        lambda q, k, v, s: attention(q, k, v, mask=mask, sink=s, softcap=2.0), (query, key, value, sink), fast_mode=True
+    )
+    assert gradgradcheck(lambda q, k: attention_weights(q, k, mask=mask), (query, key), fast_mode=True)
+
+
 RELATED: dict[str, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]] = {
     "one tensor": lambda x: (x, x, x),
     "key and value": lambda x: (x.sin(), x, x),
@@ -458,6 +477,41 @@ def test_create_graph_keeps_only_what_is_asked_for() -> None:
         torch.autograd.grad(got.sum(), [query, key]), torch.autograd.grad(wanted.sum(), [query, key]), strict=True
     ):
         assert_close(one, other, rtol=1e-9, atol=1e-10)
+
+
+def test_second_derivative_is_made_once_a_walk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often the graph is walked with create_graph, and not at all without."""
+    asked: list[int] = []
+    original = backends._plain_gradients
+    monkeypatch.setattr(backends, "_plain_gradients", lambda *given: (asked.append(1), original(*given))[1])
+    module = MultiheadAttention(6, 2, batch_first=True)
+    x = torch.randn(2, 5, 6, requires_grad=True)
+    for given in ({}, {"is_causal": True}):
+        asked.clear()
+        out = module(x, x, x, need_weights=False, **given)[0].pow(2).sum()
+        torch.autograd.grad(out, x, retain_graph=True)
+        assert asked == []
+        for walks in (1, 2, 3):
+            torch.autograd.grad(out, x, create_graph=True)
+            assert len(asked) == walks
+        torch.autograd.grad(out, x)
+        assert len(asked) == 3
+
+
+def test_second_derivative_under_autocast() -> None:
+    """The kernel sees 16-bit casts of the inputs; the derivatives reach the inputs themselves, in their dtype."""
+    query, key, value = drawn((2, 2, 3, 5, 2, 2), torch.float32)
+    found = {}
+    for backend in ("sdpa", "plain"):
+        with torch.autocast("cpu", torch.bfloat16):
+            out = attention(query, key, value, mask=masks.causal() & masks.padding([4, 1]), backend=backend)
+        assert out.dtype == torch.bfloat16
+        first = torch.autograd.grad(out.float().pow(2).sum(), [query, key, value], create_graph=True)
+        second = torch.autograd.grad(sum(part.pow(2).sum() for part in first), [query, key, value])
+        found[backend] = [*first, *second]
+    for got, want in zip(found["sdpa"], found["plain"], strict=True):
+        assert got.dtype == torch.float32
+        assert_close(got, want, rtol=5e-2, atol=5e-2)
 
 
 @pytest.mark.parametrize("randomness", ["different", "same"])

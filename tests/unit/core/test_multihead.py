@@ -245,6 +245,26 @@ def test_attend_has_no_parameters_and_no_state() -> None:
     ]
 
 
+@LAYOUTS
+@TRAINING
+@NEED_WEIGHTS
+def test_a_replaced_or_patched_attend_is_called(fused: bool, training: bool, need_weights: bool) -> None:
+    module, x = made(fused).train(training), torch.randn(B, L, D)
+    original = module.attend.forward
+
+    class Attended(nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            out, weights = original(*args, **kwargs)
+            return 0 * out, weights
+
+    twin = copy.deepcopy(module)
+    twin.attend.forward = Attended().forward
+    module.attend = Attended()
+    for m in (module, twin):
+        out = m(x, x, x, need_weights=need_weights)[0]
+        assert close(out, m.out_proj.bias.expand_as(out))
+
+
 @NEED_WEIGHTS
 def test_a_hook_on_attend_may_change_its_result(need_weights: bool) -> None:
     module, x = made().eval(), torch.randn(B, L, D)
@@ -280,9 +300,9 @@ def test_batch_first_length_first_and_unbatched_agree(fused: bool, flags: dict[s
     calls = [[torch.randn(B, L, D), torch.randn(B, S, first.kdim), torch.randn(B, S, first.vdim)]]
     if not flags.get("kdim"):
         calls += [[calls[0][0]] * 3, [calls[0][0], calls[0][1], calls[0][1]]]
-    for call, grad in itertools.product(calls, (True, False)):
+    for call, grad, masked in itertools.product(calls, (True, False), (True, False)):
         lengths = torch.tensor([[call[1].shape[1]], [3]])
-        padding = torch.arange(call[1].shape[1]) >= lengths
+        padding = torch.arange(call[1].shape[1]) >= lengths if masked else None
         kept = {id(t): t.transpose(0, 1) for t in call}
         turned = [kept[id(t)] for t in call]  # the same object where it was the same
         with torch.set_grad_enabled(grad):
@@ -290,12 +310,16 @@ def test_batch_first_length_first_and_unbatched_agree(fused: bool, flags: dict[s
             out_2, weights_2 = second(*turned, padding, average_attn_weights=average)
             assert close(out_2.transpose(0, 1), out)
             assert close(weights_2, weights)
+            assert close(first(*call, padding, need_weights=False)[0], out)
+            assert close(second(*turned, padding, need_weights=False)[0].transpose(0, 1), out)
             for module, sample in itertools.product((first, second), range(B)):
                 kept = {id(t): t[sample] for t in call}
                 alone = [kept[id(t)] for t in call]
-                out_1, weights_1 = module(*alone, padding[sample], average_attn_weights=average)
+                hidden = None if padding is None else padding[sample]
+                out_1, weights_1 = module(*alone, hidden, average_attn_weights=average)
                 assert close(out_1, out[sample])
                 assert close(weights_1, weights[sample])
+                assert close(module(*alone, hidden, need_weights=False)[0], out[sample])
 
 
 @LAYOUTS

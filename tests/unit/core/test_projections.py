@@ -29,6 +29,7 @@ FLAGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "bias=False": {"bias": False},
     "bias_kv": {"add_bias_kv": True},
+    "zero_attn": {"add_zero_attn": True},
     "kdim": {"kdim": KDIM, "vdim": VDIM},
     "vdim,bias=False,bias_kv": {"vdim": VDIM, "bias": False, "add_bias_kv": True},
 }
@@ -87,6 +88,8 @@ def by_hand(module: Any, weights: Weights, call: tuple[Tensor, Tensor, Tensor]) 
     if module.bias_k is not None:
         k = torch.cat([k, module.bias_k.detach().double().expand(B, 1, D)], dim=1)
         v = torch.cat([v, module.bias_v.detach().double().expand(B, 1, D)], dim=1)
+    if module.add_zero_attn:
+        k, v = (torch.cat([t, torch.zeros(B, 1, D, dtype=t.dtype)], dim=1) for t in (k, v))
     heads = [t.unflatten(-1, (H, D // H)).transpose(1, 2) for t in (q, k, v)]
     return linear("out_proj", reference.attention(*heads)[0].transpose(1, 2).flatten(2))
 
@@ -801,7 +804,7 @@ def test_functional_call(fused: bool) -> None:
     kept = {name: value.clone() for name, value in module.state_dict().items()}
 
     class Call:
-        bias_k, kdim, vdim = None, D, D
+        bias_k, add_zero_attn, kdim, vdim = None, False, D, D
 
         def __call__(self, *args: Tensor, **kwargs: Any) -> Any:
             return torch.func.functional_call(module, doubled, args, kwargs)
