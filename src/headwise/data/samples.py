@@ -7,7 +7,7 @@ Axis letters: B batch, L positions, N series of a set, X channels, Y classes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from itertools import pairwise
 
@@ -21,28 +21,52 @@ from headwise._checks import invalid
 
 @dataclass(frozen=True, eq=False)
 class Series(Dataset[tuple[Tensor, Tensor]]):
-    """Labelled series of unequal length: a map-style data set, so `DataLoader(series, collate_fn=collate)` works.
+    """Series of unequal length, labelled or not: a map-style data set for a `DataLoader` with `collate_fn=collate`.
 
     Attributes:
         values: N tensors of one floating dtype, each (L, X): every L at least 1, one X for all.
-        labels: (N,) int64, the class of each series, counted from 0.
-        class_names: one name for each of the Y classes.
+        labels: (N,) int64, the class of each series, counted from 0; None if nobody knows them.
+        class_names: one name for each of the Y classes; empty without labels.
+        channel_names: one for each of the X channels. Left out: "1", "2" and so on.
+        names: one for each series, to find it again. Left out: "0", "1" and so on.
+        interval: the time from one position to the next, in `unit`.
+        unit: of `interval`: "ms", or "step" where the time is not known.
 
     Raises:
-        ValueError: the three do not fit together.
+        ValueError: these do not fit together.
     """
 
     values: list[Tensor]
-    labels: Tensor
-    class_names: tuple[str, ...]
+    labels: Tensor | None = None
+    class_names: tuple[str, ...] = ()
+    channel_names: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    interval: float = 1.0
+    unit: str = "step"
 
     def __post_init__(self) -> None:
         """Hold what the class promises, once, so that no consumer has to check again."""
         _check_values("Series", self.values)
-        if self.labels.shape != (len(self.values),) or self.labels.dtype != torch.int64:
+        if self.labels is not None:
+            self._check_labels(self.labels)
+        if not 0 < self.interval < float("inf"):
+            raise invalid("Series", "interval", "be above 0 and finite", self.interval)
+        named = {
+            "channel_names": (self.channel_names, self.num_channels, "channels", 1),
+            "names": (self.names, len(self.values), "series", 0),
+        }
+        for attribute, (names, number, things, first) in named.items():
+            if not names:
+                object.__setattr__(self, attribute, tuple(str(first + index) for index in range(number)))
+            elif len(names) != number or len(set(names)) != number:
+                rule = f"be {number} different names, one for each of the {things}"
+                raise invalid("Series", attribute, rule, f"{len(names)}, {len(set(names))} of them different")
+
+    def _check_labels(self, labels: Tensor) -> None:
+        if labels.shape != (len(self.values),) or labels.dtype != torch.int64:
             rule = f"be int64 with one label for each of {len(self.values)} series"
-            raise invalid("Series", "labels", rule, f"{self.labels.dtype} {tuple(self.labels.shape)}")
-        low, high = int(self.labels.min()), int(self.labels.max())
+            raise invalid("Series", "labels", rule, f"{labels.dtype} {tuple(labels.shape)}")
+        low, high = int(labels.min()), int(labels.max())
         if low < 0 or high >= len(self.class_names):
             raise invalid("Series", "labels", f"lie in [0, {len(self.class_names)})", f"{low} to {high}")
 
@@ -51,8 +75,28 @@ class Series(Dataset[tuple[Tensor, Tensor]]):
         return len(self.values)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return one series, (L, X), and its label, a scalar int64."""
+        """Return one series, (L, X), and its label, a scalar int64.
+
+        Raises:
+            ValueError: there are no labels; take `values[index]`.
+        """
+        if self.labels is None:
+            raise invalid("Series", "labels", "be there to make (series, label) pairs; else take values[index]", None)
         return self.values[index], self.labels[index]
+
+    def subset(self, indices: Sequence[int]) -> Series:
+        """Return the series at `indices`, in that order, with all that belongs to them.
+
+        Raises:
+            ValueError: there is no index, or one is given twice.
+            IndexError: an index lies outside [-N, N).
+        """
+        return replace(
+            self,
+            values=[self.values[index] for index in indices],
+            labels=None if self.labels is None else self.labels[list(indices)],
+            names=tuple(self.names[index] for index in indices),
+        )
 
     @property
     def num_channels(self) -> int:
@@ -112,8 +156,8 @@ def japanese_vowels() -> tuple[Series, Series]:
     num_train = int(stored["split_sizes"][0])
     class_names = tuple(str(speaker) for speaker in range(1, 10))
     return (
-        Series(list(values[:num_train]), stored["labels"][:num_train], class_names),
-        Series(list(values[num_train:]), stored["labels"][num_train:], class_names),
+        Series(list(values[:num_train]), stored["labels"][:num_train], class_names, interval=6.4, unit="ms"),
+        Series(list(values[num_train:]), stored["labels"][num_train:], class_names, interval=6.4, unit="ms"),
     )
 
 
