@@ -7,7 +7,9 @@ torch and the standard library only.
 from headwise.core import masks
 from headwise.core.functional import attention, attention_weights, explain
 from headwise.core.multihead import MultiheadAttention
+from headwise.layers.blocks import Encoder, EncoderBlock
+from headwise.models.classifier import SequenceClassifier
 
 __version__ = "0.1.0"
 
-__all__ = ["MultiheadAttention", "attention", "attention_weights", "explain", "masks"]
+__all__ = ["Encoder", "EncoderBlock", "MultiheadAttention", "SequenceClassifier", "attention", "attention_weights", "explain", "masks"]

@@ -1,0 +1,1 @@
+"""Encoder blocks and stacks over `headwise.core`."""

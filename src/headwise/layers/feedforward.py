@@ -1,0 +1,75 @@
+"""What the blocks share: the position-wise feed-forward and the choice of its activation and of the norms.
+
+The linears are the block's own children with torch's names, so that torch's checkpoints fit. Axis letters: D width,
+M feed-forward width.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, Literal
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from headwise._checks import invalid
+
+Activation = Literal["gelu", "relu", "swiglu"] | Callable[[Tensor], Tensor]
+Norm = Literal["layernorm", "rmsnorm"] | Callable[[int], nn.Module] | nn.Module
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "swiglu": F.silu}
+
+
+class FeedForward(nn.Module):
+    """Base of the blocks: `linear2(dropout(activation(linear1(x))))`.
+
+    SwiGLU is `linear2(dropout(silu(linear1(x)) * linear3(x)))`.
+    """
+
+    activation: Callable[[Tensor], Tensor]
+
+    def _build_feed_forward(
+        self, embed_dim: int, feedforward_dim: int | None, activation: Activation, dropout: float, **factory: Any
+    ) -> None:
+        """Make the children; `factory` holds bias, device and dtype of the linears."""
+        name = type(self).__name__
+        if activation not in _ACTIVATIONS if isinstance(activation, str) else not callable(activation):
+            raise invalid(name, "activation", f"be one of {list(_ACTIVATIONS)} or a callable", repr(activation))
+        gated = activation == "swiglu"
+        if feedforward_dim is None:
+            feedforward_dim = 8 * embed_dim // 3 if gated else 4 * embed_dim  # as many weights in both forms
+        if isinstance(feedforward_dim, bool) or not isinstance(feedforward_dim, int) or feedforward_dim < 1:
+            raise invalid(name, "feedforward_dim", "be an int of at least 1", repr(feedforward_dim))
+        self.linear1 = nn.Linear(embed_dim, feedforward_dim, **factory)
+        self.dropout = nn.Dropout(dropout)
+        self.linear2 = nn.Linear(feedforward_dim, embed_dim, **factory)
+        if gated:
+            self.linear3 = nn.Linear(embed_dim, feedforward_dim, **factory)
+        self.activation = _ACTIVATIONS[activation] if isinstance(activation, str) else activation
+
+    def _feed_forward(self, x_BLD: Tensor) -> Tensor:
+        hidden_BLM = self.activation(self.linear1(x_BLD))
+        if "linear3" in self._modules:
+            hidden_BLM = hidden_BLM * self.linear3(x_BLD)
+        out_BLD: Tensor = self.linear2(self.dropout(hidden_BLM))
+        return out_BLD
+
+
+def make_norm(name: str, norm: Norm, embed_dim: int, eps: float, bias: bool, **factory: Any) -> nn.Module:
+    """Build a norm over D from a name, from a callable that takes D, or as a copy of a module.
+
+    Raises:
+        ValueError: an unknown name, or a callable that does not make a module.
+    """
+    if isinstance(norm, nn.Module):
+        return copy.deepcopy(norm)
+    if norm == "layernorm":
+        return nn.LayerNorm(embed_dim, eps=eps, bias=bias, **factory)
+    if norm == "rmsnorm":
+        return nn.RMSNorm(embed_dim, eps=eps, **factory)
+    made = norm(embed_dim) if callable(norm) else None
+    if not isinstance(made, nn.Module):
+        rule = "be 'layernorm', 'rmsnorm', a callable that makes a module of width embed_dim, or a module"
+        raise invalid(name, "norm", rule, repr(norm))
+    return made.to(**{word: value for word, value in factory.items() if value is not None})

@@ -1,0 +1,1 @@
+"""Whole models over `headwise.layers`, and their files."""

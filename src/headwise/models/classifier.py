@@ -1,0 +1,269 @@
+"""A classifier of sequences: time series of any number of channels, or token ids.
+
+Axis letters: B batch, D width, H heads, L positions of the input, P positions that attend (L / stride), X channels,
+Y classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from headwise._checks import invalid
+from headwise.layers.blocks import Encoder, EncoderBlock
+from headwise.layers.feedforward import make_norm
+from headwise.layers.positions import sinusoids
+
+_NAME = "SequenceClassifier"
+_NOT_SAVED = ("self", "device", "dtype", "__class__")
+
+
+class SequenceClassifier(nn.Module):
+    """Encoder blocks over an embedded sequence, pooled over its real positions to one score a class.
+
+    Args:
+        num_classes: Y, at least 1.
+        num_channels: X, the values of each step of a time series. Give this or `vocab_size`.
+        vocab_size: V, the number of token ids. Give this or `num_channels`.
+        embed_dim: D, the width of the blocks.
+        num_heads: H, which must divide D.
+        num_layers: the number of blocks.
+        dropout: probability in [0, 1], in training, in the blocks.
+        feedforward_dim: as in `EncoderBlock`.
+        activation: "gelu", "relu" or "swiglu".
+        norm: "layernorm" or "rmsnorm".
+        norm_first: as in `EncoderBlock`; True adds a last norm.
+        kernel_size: steps of a time series that one position is embedded from, centred. At least `stride`.
+        stride: steps of a time series that one position stands for: above 1, long series become short, and attention
+            costs 1 / stride^2. Tokens have 1.
+        pooling: "mean" or "max" over the real positions.
+        class_names: Y different names. Left out: "0", "1" and so on.
+        channel_names: X different names. Left out: "1", "2" and so on.
+        device: of the parameters. None: torch's default.
+        dtype: of the parameters. None: torch's default.
+
+    Raises:
+        ValueError: sizes or names that cannot be, or not exactly one of `num_channels` and `vocab_size`.
+
+    Series: `embedding.fit_scale(values)` before training brings each channel to one scale. Sequences of a padded batch
+    give the same logits as alone. Positions are fixed sinusoids, so any length is taken.
+
+    Cost: that of the blocks over P = L / stride positions.
+    Source: arXiv 1706.03762 (encoder, positions).
+
+    Example:
+        >>> import torch
+        >>> from headwise import SequenceClassifier
+        >>> model = SequenceClassifier(3, num_channels=2)
+        >>> x, padding = torch.randn(4, 9, 2), torch.arange(9) >= torch.tensor([[9], [7], [3], [1]])
+        >>> logits, weights = model(x, padding, need_weights=True)
+        >>> logits.shape, len(weights), weights[0].shape
+        (torch.Size([4, 3]), 2, torch.Size([4, 4, 9, 9]))
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        *,
+        num_channels: int | None = None,
+        vocab_size: int | None = None,
+        embed_dim: int = 64,
+        num_heads: int = 4,
+        num_layers: int = 2,
+        dropout: float = 0.2,
+        feedforward_dim: int | None = None,
+        activation: Literal["gelu", "relu", "swiglu"] = "gelu",
+        norm: Literal["layernorm", "rmsnorm"] = "layernorm",
+        norm_first: bool = True,
+        kernel_size: int = 1,
+        stride: int = 1,
+        pooling: Literal["mean", "max"] = "mean",
+        class_names: Sequence[str] = (),
+        channel_names: Sequence[str] = (),
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        # What `headwise.save` writes and `headwise.load` builds the model from; first, before anything else has a name.
+        arguments = {name: value for name, value in locals().items() if name not in _NOT_SAVED}
+        super().__init__()
+        _check_sizes(arguments)
+        self.pooling = pooling
+        self.class_names = _names("class_names", class_names, num_classes, 0)
+        self.channel_names = _names("channel_names", channel_names, num_channels or 0, 1)
+        self.config = {**arguments, "class_names": [*self.class_names], "channel_names": [*self.channel_names]}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.embedding: nn.Module
+        if num_channels is not None:
+            self.embedding = SeriesEmbedding(num_channels, embed_dim, kernel_size, stride, **factory)
+        elif vocab_size is not None:
+            self.embedding = TokenEmbedding(vocab_size, embed_dim, **factory)
+        block: dict[str, Any] = {
+            "feedforward_dim": feedforward_dim,
+            "activation": activation,
+            "norm": norm,
+            "norm_first": norm_first,
+        }
+        self.encoder = Encoder(
+            [EncoderBlock(embed_dim, num_heads, dropout, **block, **factory) for _ in range(num_layers)],
+            make_norm(_NAME, norm, embed_dim, 1e-5, True, **factory) if norm_first else None,
+        )
+        self.head = nn.Linear(embed_dim, num_classes, **factory)
+
+    def forward(
+        self, x: Tensor, padding_mask: Tensor | None = None, *, need_weights: bool = False
+    ) -> Tensor | tuple[Tensor, list[Tensor]]:
+        """Score each sequence of a batch.
+
+        Args:
+            x: a time series (B, L, X) in the parameters' dtype, or token ids (B, L), int64 or int32 in [0, V).
+            padding_mask: (B, L) bool, True = padding. None: nothing is padding. Padding may hold anything; ids there
+                must be in range.
+            need_weights: True returns the attention weights too.
+
+        Returns:
+            Logits (B, Y); with need_weights also each block's weights (B, H, P, P), rows and columns of padding 0,
+            where position p stands for the steps [p * stride, (p + 1) * stride). A sequence that is all padding is
+            pooled to 0.
+
+        Raises:
+            ValueError: ranks, widths, lengths or dtypes that do not fit, and ids out of range (on the CPU).
+        """
+        _check_input(self, x, padding_mask)
+        x_BPD, padding_BP = self.embedding(x, padding_mask)
+        x_BPD = x_BPD + sinusoids(*x_BPD.shape[1:], device=x.device).to(x_BPD.dtype)
+        words: dict[str, Any] = {"need_weights": True, "average_attn_weights": False} if need_weights else {}
+        out = self.encoder(x_BPD, padding_BP, query_padding_mask=padding_BP, **words)
+        x_BPD, weights = out if need_weights else (out, [])
+        logits_BY: Tensor = self.head(_pool(x_BPD, padding_BP, self.pooling))
+        return (logits_BY, weights) if need_weights else logits_BY
+
+
+class SeriesEmbedding(nn.Module):
+    """Channels brought to one scale, and each run of `stride` steps embedded with its surroundings.
+
+    Args:
+        num_channels: X.
+        embed_dim: D.
+        kernel_size: steps that a position sees, centred on its own.
+        stride: steps of its own.
+        device: of the parameters. None: torch's default.
+        dtype: of the parameters. None: torch's default.
+    """
+
+    mean_X: Tensor
+    std_X: Tensor
+
+    def __init__(
+        self,
+        num_channels: int,
+        embed_dim: int,
+        kernel_size: int = 1,
+        stride: int = 1,
+        *,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.register_buffer("mean_X", torch.zeros(num_channels, device=device, dtype=dtype))
+        self.register_buffer("std_X", torch.ones(num_channels, device=device, dtype=dtype))
+        self.conv = nn.Conv1d(num_channels, embed_dim, kernel_size, stride, device=device, dtype=dtype)
+
+    def fit_scale(self, values: Sequence[Tensor]) -> None:
+        """Set `mean_X` and `std_X` to those of `values`, N series (L, X) each; a constant channel keeps its scale."""
+        std_X, mean_X = torch.std_mean(torch.cat(list(values)).double(), dim=0, correction=0)
+        self.mean_X.copy_(mean_X)
+        self.std_X.copy_(torch.where(std_X > 0, std_X, 1.0))
+
+    def forward(self, x_BLX: Tensor, padding_BL: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Return the positions (B, P, D), P = L / stride rounded up, and which of them are padding (B, P)."""
+        x_BLX = (x_BLX - self.mean_X) / self.std_X
+        if padding_BL is not None:
+            # What lies behind the end is 0, as it is for a series that ends with the batch: same numbers, alone or not.
+            x_BLX = x_BLX.masked_fill(padding_BL[..., None], 0.0)
+        (kernel_size,), (stride,) = self.conv.kernel_size, self.conv.stride
+        length = x_BLX.shape[1]
+        num_positions = -(-length // stride)
+        before = (kernel_size - stride) // 2
+        after = (num_positions - 1) * stride + kernel_size - length - before
+        x_BPD = self.conv(F.pad(x_BLX.mT, (before, after))).mT
+        if padding_BL is not None and stride > 1:  # a position is padding when all of its steps are
+            whole_BL = F.pad(padding_BL, (0, num_positions * stride - length), value=True)
+            padding_BL = whole_BL.unflatten(1, (num_positions, stride)).all(-1)
+        return x_BPD, padding_BL
+
+
+class TokenEmbedding(nn.Embedding):
+    """A learned vector a token id; the padding mask passes through."""
+
+    def forward(  # type: ignore[override]  # one call for both embeddings
+        self, ids_BL: Tensor, padding_BL: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the vectors (B, L, D) and the mask as it came."""
+        try:
+            return super().forward(ids_BL), padding_BL
+        except IndexError as error:
+            rule = f"hold ids in [0, {self.num_embeddings}), at padding too"
+            raise invalid(_NAME, "x", rule, f"{int(ids_BL.min())} to {int(ids_BL.max())}", x=ids_BL) from error
+
+
+def _pool(x_BPD: Tensor, padding_BP: Tensor | None, pooling: str) -> Tensor:
+    """Pool over the positions that are not padding, where x is 0; over none to 0: (B, D)."""
+    if padding_BP is None:
+        return x_BPD.mean(1) if pooling == "mean" else x_BPD.amax(1)
+    if pooling == "mean":
+        return x_BPD.sum(1) / (~padding_BP).sum(1, keepdim=True).clamp(min=1)
+    highest_BD = x_BPD.masked_fill(padding_BP[..., None], float("-inf")).amax(1)
+    return highest_BD.masked_fill(padding_BP.all(1, keepdim=True), 0.0)
+
+
+def _names(argument: str, names: Sequence[str], number: int, first: int) -> tuple[str, ...]:
+    """The names as given, or numbers counted from `first`."""
+    if not names:
+        return tuple(str(first + index) for index in range(number))
+    if isinstance(names, str) or len(names) != number or len(set(names)) != number:
+        raise invalid(_NAME, argument, f"be {number} different names", repr(names))
+    return tuple(names)
+
+
+def _check_sizes(config: dict[str, Any]) -> None:
+    for name in ("num_classes", "num_channels", "vocab_size", "num_layers", "kernel_size", "stride"):
+        size = config[name]
+        optional = name in ("num_channels", "vocab_size") and size is None
+        if not optional and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+            raise invalid(_NAME, name, "be an int of at least 1", repr(size))
+    num_channels, vocab_size = config["num_channels"], config["vocab_size"]
+    kernel_size, stride = config["kernel_size"], config["stride"]
+    if (num_channels is None) == (vocab_size is None):
+        rule = "be given for time series, or else vocab_size for token ids; exactly one of the two"
+        raise invalid(_NAME, "num_channels", rule, f"{num_channels} and {vocab_size}")
+    if kernel_size < stride:
+        raise invalid(_NAME, "kernel_size", f"be at least stride {stride}, or steps would be left out", kernel_size)
+    if vocab_size is not None and kernel_size != 1:
+        raise invalid(_NAME, "kernel_size", "be 1 for token ids", kernel_size)
+    if config["pooling"] not in ("mean", "max"):
+        raise invalid(_NAME, "pooling", "be 'mean' or 'max'", repr(config["pooling"]))
+    for name, known in (("activation", ("gelu", "relu", "swiglu")), ("norm", ("layernorm", "rmsnorm"))):
+        if config[name] not in known:  # a callable could not be saved
+            raise invalid(_NAME, name, f"be one of {list(known)}", repr(config[name]))
+
+
+def _check_input(model: SequenceClassifier, x: Tensor, padding_mask: Tensor | None) -> None:
+    if isinstance(model.embedding, SeriesEmbedding):
+        num_channels, dtype = model.embedding.conv.in_channels, model.embedding.conv.weight.dtype
+        if x.ndim != 3 or x.shape[2] != num_channels or x.shape[1] == 0:
+            rule = f"be a padded batch of series (B, L, {num_channels}) with L at least 1"
+            raise invalid(_NAME, "x", rule, tuple(x.shape))
+        if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+            raise invalid(_NAME, "x", f"be {dtype}, as the parameters; x.to({dtype})", x.dtype)
+    else:
+        if x.ndim != 2 or x.shape[1] == 0:
+            raise invalid(_NAME, "x", "be a padded batch of token ids (B, L) with L at least 1", tuple(x.shape))
+        if x.dtype not in (torch.int64, torch.int32):
+            raise invalid(_NAME, "x", "be int64 or int32 token ids", x.dtype)
+    if padding_mask is not None and (padding_mask.dtype != torch.bool or padding_mask.shape != x.shape[:2]):
+        got = f"{padding_mask.dtype} {tuple(padding_mask.shape)}"
+        raise invalid(_NAME, "padding_mask", f"be bool {tuple(x.shape[:2])}, True = padding", got, x=x)
