@@ -9,7 +9,19 @@ from headwise.core.functional import attention, attention_weights, explain
 from headwise.core.multihead import MultiheadAttention
 from headwise.layers.blocks import Encoder, EncoderBlock
 from headwise.models.classifier import SequenceClassifier
+from headwise.models.files import load, save
 
 __version__ = "0.1.0"
 
-__all__ = ["Encoder", "EncoderBlock", "MultiheadAttention", "SequenceClassifier", "attention", "attention_weights", "explain", "masks"]
+__all__ = [
+    "Encoder",
+    "EncoderBlock",
+    "MultiheadAttention",
+    "SequenceClassifier",
+    "attention",
+    "attention_weights",
+    "explain",
+    "load",
+    "masks",
+    "save",
+]

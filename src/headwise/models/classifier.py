@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headwise._checks import invalid
+from headwise.core.multihead import MultiheadAttention
 from headwise.layers.blocks import Encoder, EncoderBlock
 from headwise.layers.feedforward import make_norm
 from headwise.layers.positions import sinusoids
@@ -32,7 +33,8 @@ class SequenceClassifier(nn.Module):
         embed_dim: D, the width of the blocks.
         num_heads: H, which must divide D.
         num_layers: the number of blocks.
-        dropout: probability in [0, 1], in training, in the blocks.
+        dropout: probability in [0, 1], in training, inside the feed-forward and on what each part adds.
+        attention_dropout: probability in [0, 1], in training, on the attention weights; 0 lets the fused kernel run.
         feedforward_dim: as in `EncoderBlock`.
         activation: "gelu", "relu" or "swiglu".
         norm: "layernorm" or "rmsnorm".
@@ -75,6 +77,7 @@ class SequenceClassifier(nn.Module):
         num_heads: int = 4,
         num_layers: int = 2,
         dropout: float = 0.2,
+        attention_dropout: float = 0.0,
         feedforward_dim: int | None = None,
         activation: Literal["gelu", "relu", "swiglu"] = "gelu",
         norm: Literal["layernorm", "rmsnorm"] = "layernorm",
@@ -91,12 +94,12 @@ class SequenceClassifier(nn.Module):
         arguments = {name: value for name, value in locals().items() if name not in _NOT_SAVED}
         super().__init__()
         _check_sizes(arguments)
-        self.pooling = pooling
+        self.num_channels, self.vocab_size, self.stride, self.pooling = num_channels, vocab_size, stride, pooling
         self.class_names = _names("class_names", class_names, num_classes, 0)
         self.channel_names = _names("channel_names", channel_names, num_channels or 0, 1)
         self.config = {**arguments, "class_names": [*self.class_names], "channel_names": [*self.channel_names]}
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.embedding: nn.Module
+        self.embedding: SeriesEmbedding | TokenEmbedding
         if num_channels is not None:
             self.embedding = SeriesEmbedding(num_channels, embed_dim, kernel_size, stride, **factory)
         elif vocab_size is not None:
@@ -107,8 +110,18 @@ class SequenceClassifier(nn.Module):
             "norm": norm,
             "norm_first": norm_first,
         }
+        attention = (embed_dim, num_heads, attention_dropout)
         self.encoder = Encoder(
-            [EncoderBlock(embed_dim, num_heads, dropout, **block, **factory) for _ in range(num_layers)],
+            [
+                EncoderBlock(
+                    embed_dim,
+                    dropout=dropout,
+                    attention=MultiheadAttention(*attention, batch_first=True, **factory),
+                    **block,
+                    **factory,
+                )
+                for _ in range(num_layers)
+            ],
             make_norm(_NAME, norm, embed_dim, 1e-5, True, **factory) if norm_first else None,
         )
         self.head = nn.Linear(embed_dim, num_classes, **factory)

@@ -1,0 +1,189 @@
+"""Models as files: a readable `config.json` and the weights as safetensors, in one folder.
+
+No code and no import path is ever read from a file: a config names one of the classes registered here. `config.json` is
+the truth: it names the weights by their hash and is replaced last, in one step, so that a folder holds the old model or
+the new one, whenever a save is interrupted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise._checks import invalid, need
+from headwise._files import whole
+from headwise.models.classifier import SequenceClassifier
+
+_CLASSES: dict[str, type[nn.Module]] = {"SequenceClassifier": SequenceClassifier}
+_FORMAT = "headwise model"
+_VERSION = 1
+_WEIGHTS = re.compile(r"weights-[0-9a-f]{16}\.safetensors")
+_KEYS = {"format", "version", "class", "arguments", "weights"}
+
+
+def save(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
+    """Write a model of headwise to a folder, whole or not at all.
+
+    Args:
+        model: a `SequenceClassifier`, in any dtype and on any device; not changed.
+        directory: the folder, made if needed. A model that it holds is replaced; other files are left alone.
+
+    Returns:
+        The folder. In it: `config.json`, the class and its arguments, and `weights-HASH.safetensors`.
+
+    Raises:
+        ImportError: safetensors is missing; nothing was written.
+        OSError: the disk is full, and the like; a model that stood there before still does.
+        ValueError: another class, a model whose parameters are no longer those its arguments make, or a `directory`
+            that is a file.
+
+    Cost: two copies of the weights in memory.
+    """
+    codec = need("safetensors.torch", "models")
+    name = type(model).__name__
+    if _CLASSES.get(name) is not type(model):
+        raise invalid("save", "model", f"be one of {sorted(_CLASSES)}", f"{type(model).__module__}.{name}")
+    folder = Path(directory)
+    if folder.exists() and not folder.is_dir():
+        raise invalid("save", "directory", "be a folder", folder)
+    arguments: Any = model.config
+    state = {key: value.detach().to("cpu", copy=True).contiguous() for key, value in model.state_dict().items()}
+    _same_parameters("save", "model", state, _bare(name, arguments))
+    weights: bytes = codec.save(state)
+    digest = hashlib.sha256(weights).hexdigest()
+    file_name = f"weights-{digest[:16]}.safetensors"
+    config = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "class": name,
+        "arguments": arguments,
+        "weights": {"file": file_name, "sha256": digest},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    with whole(folder / file_name) as part:
+        part.write_bytes(weights)
+    with whole(folder / "config.json") as part:
+        part.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    for other in folder.iterdir():
+        if _WEIGHTS.fullmatch(other.name) and other.name != file_name:
+            other.unlink()
+    return folder
+
+
+def load(directory: str | os.PathLike[str], *, device: torch.device | str | int = "cpu") -> nn.Module:
+    """Read a model that `save` wrote.
+
+    Args:
+        directory: the folder that was given to `save`.
+        device: to put the model on.
+
+    Returns:
+        The model, in eval mode, in the dtype that it was saved in, its numbers equal to the bit.
+
+    Raises:
+        ImportError: safetensors is missing.
+        ValueError: no such folder, no model in it, a file of another program or of a newer headwise, a config that was
+            changed so that it does not fit, or weights that are truncated or changed: with the file and the reason.
+
+    Example:
+        >>> import tempfile
+        >>> import headwise
+        >>> model = headwise.SequenceClassifier(2, num_channels=1, class_names=["rest", "walk"])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     again = headwise.load(headwise.save(model, folder))
+        >>> again.class_names
+        ('rest', 'walk')
+    """
+    codec = need("safetensors.torch", "models")
+    folder = Path(directory)
+    config_file = folder / "config.json"
+    config = _read_config(config_file)
+    weights_file = folder / config["weights"]["file"]
+    try:
+        weights = weights_file.read_bytes()
+    except OSError as error:
+        raise _refused(weights_file, f"be readable; config.json names it as the weights ({error.strerror})") from error
+    if hashlib.sha256(weights).hexdigest() != config["weights"]["sha256"]:
+        rule = "be as it was saved; it is truncated or was changed, take it from a copy or train again"
+        raise _refused(weights_file, rule, f"{len(weights)} bytes with another SHA-256 than config.json has")
+    try:
+        state: dict[str, Tensor] = codec.load(weights)
+    except Exception as error:  # the library has an error type of its own, in a module that is loaded late
+        raise _refused(weights_file, "be a safetensors file", str(error)) from error
+    for name, value in state.items():
+        if not value.is_floating_point():
+            raise _refused(weights_file, "hold floating parameters", f"{value.dtype} for {name!r}")
+    try:
+        _possible(config["arguments"], state)
+        model = _bare(config["class"], config["arguments"])
+    except (TypeError, ValueError) as error:
+        rule = f"hold arguments that {config['class']} takes"
+        raise _refused(config_file, rule, str(error)) from error
+    _same_parameters("load", str(weights_file), state, model)
+    model.load_state_dict(state, assign=True)
+    return model.to(device).eval()
+
+
+def _bare(name: str, arguments: dict[str, Any]) -> nn.Module:
+    """The model without memory for its weights; draws no random numbers either."""
+    with torch.device("meta"):
+        return _CLASSES[name](**arguments)
+
+
+def _possible(arguments: dict[str, Any], state: dict[str, Tensor]) -> None:
+    """Refuse sizes that the weights cannot have, before a model of a billion layers is built to compare them."""
+    num_values = sum(value.numel() for value in state.values())
+    for name, value in arguments.items():
+        if isinstance(value, int) and value > num_values:
+            raise ValueError(f"{name}={value}, while the weights hold {num_values} values in all")
+
+
+def _same_parameters(function: str, argument: str, state: dict[str, Tensor], model: nn.Module) -> None:
+    """Hold that `state` has the names and shapes of the model's."""
+    wanted = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    got = {key: tuple(value.shape) for key, value in state.items()}
+    if wanted != got:
+        different = sorted(key for key in wanted.keys() | got.keys() if wanted.get(key) != got.get(key))
+        key = different[0]
+        rule = f"hold the parameters that {type(model).__name__} has with these arguments"
+        what = f"{len(different)} that differ, first {key!r}: {got.get(key)} instead of {wanted.get(key)}"
+        raise invalid(function, argument, rule, what)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    """Read and check the config down to what is used of it."""
+    if not path.parent.is_dir():
+        raise invalid("load", "directory", "be the folder of a saved model", f"{path.parent}, which is not a folder")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        rule = "be the folder of a saved model (headwise train, headwise.save)"
+        raise invalid("load", "directory", rule, f"{path.parent}, which has no config.json") from error
+    except OSError as error:
+        raise _refused(path, "be readable", error.strerror) from error
+    except (ValueError, RecursionError) as error:
+        raise _refused(path, "be JSON", f"{error}") from error
+    if not isinstance(config, dict) or config.get("format") != _FORMAT:
+        raise _refused(path, f"be written by headwise.save and hold 'format': {_FORMAT!r}", "another file")
+    if config.get("version") != _VERSION:
+        rule = f"be of version {_VERSION}, the one that this headwise reads; a newer headwise may read it"
+        raise _refused(path, rule, repr(config.get("version")))
+    if set(config) != _KEYS or not isinstance(config["arguments"], dict) or not isinstance(config["weights"], dict):
+        raise _refused(path, f"hold exactly {sorted(_KEYS)}, the last two as objects", sorted(config))
+    if config["class"] not in list(_CLASSES):
+        raise _refused(path, f"name a class that is registered: {sorted(_CLASSES)}", repr(config["class"]))
+    file_name = config["weights"].get("file")
+    if not isinstance(file_name, str) or not _WEIGHTS.fullmatch(file_name):
+        raise _refused(path, "name the weights as weights-HASH.safetensors, beside it", repr(file_name))
+    return config
+
+
+def _refused(path: Path, rule: str, got: object = "none") -> ValueError:
+    return invalid("load", str(path), rule, got)
