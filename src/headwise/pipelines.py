@@ -1,111 +1,521 @@
 """Whole jobs as functions; the command line is a thin shell over them.
 
-Axis letters: B batch, D width, H heads, L positions, S keys, X channels, Y classes.
+Each job reads all that it needs before it computes, and checks where it will write, so that a mistake costs no time and
+leaves no file. Axis letters: B batch, H heads, L positions, P positions that attend, X channels, Y classes.
 """
 
 from __future__ import annotations
 
+import csv
+import dataclasses
+import json
 import os
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from headwise import MultiheadAttention
 from headwise._checks import invalid, need
+from headwise._files import whole
 from headwise.data.samples import Series, collate, japanese_vowels, pad
+from headwise.data.timeseries import read_series
+from headwise.models.classifier import SequenceClassifier, SeriesEmbedding
+from headwise.models.files import load, save
+from headwise.observe.heatmap import AttentionMap, heatmap
+
+_BATCH = 32  # series a step, in training and after it
+_MOST_POSITIONS = 128  # longer series are cut into strides, as attention costs the square
+_HELD_OUT = 0.2
+
+
+class Progress(NamedTuple):
+    """Where a training stands, after an epoch.
+
+    Attributes:
+        epoch: passes over the training data done, from 1.
+        epochs: passes to do.
+        loss: mean cross entropy over the training data in this pass, with label smoothing 0.1.
+        accuracy: the share of the training data named right in this pass, 0 to 1, with dropout on.
+    """
+
+    epoch: int
+    epochs: int
+    loss: float
+    accuracy: float
 
 
 @dataclass(frozen=True)
-class DemoResult:
-    """What `demo` reached and wrote.
+class ClassScore:
+    """How one class fared.
 
     Attributes:
-        test_accuracy: the share of the test split named right, 0 to 1, measured once, after training.
+        name: of the class.
+        num_series: series of this class.
+        num_right: how many of them were named so.
+        recall: num_right / num_series; None if there is no such series.
+        precision: num_right / the number that were named so; None if none was.
+    """
+
+    name: str
+    num_series: int
+    num_right: int
+    recall: float | None
+    precision: float | None
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How a model fared on labelled series.
+
+    Attributes:
+        accuracy: the share named right, 0 to 1.
+        majority: the share that would be right if each were named as the most frequent class here.
+        num_series: N.
+        classes: one score for each class of the model.
+        confusion: Y rows of Y counts: row the true class, column the predicted one.
+    """
+
+    accuracy: float
+    majority: float
+    num_series: int
+    classes: tuple[ClassScore, ...]
+    confusion: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a training reached and wrote.
+
+    Attributes:
+        evaluation: on the test data, measured once, after training.
+        tested_on: what that data was: "the test file" or "a fifth of the data, held out".
         parameters: the number of the model's trained values.
-        seconds: wall-clock time of the whole call.
-        seed: the seed that was used; with it, the same machine gives the same accuracy again.
+        epochs: passes over the training data.
+        seconds: wall-clock time of the whole job.
+        seed: the seed that was used; with it, the same machine gives the same model again.
+        num_train: series it was trained on.
         files: what was written.
     """
 
-    test_accuracy: float
+    evaluation: Evaluation
+    tested_on: str
     parameters: int
+    epochs: int
     seconds: float
     seed: int
+    num_train: int
     files: tuple[Path, ...]
 
 
+@dataclass(frozen=True)
+class Prediction:
+    """What a model says of one series.
+
+    Attributes:
+        series: its name in the file, or its number counted from 0.
+        predicted: the class with the highest probability.
+        probability: of that class, 0 to 1. A softmax of the logits: not calibrated.
+        probabilities: of every class, by name.
+    """
+
+    series: str
+    predicted: str
+    probability: float
+    probabilities: dict[str, float]
+
+
 def demo(
-    output: Path, *, seed: int = 0, epochs: int = 30, progress: Callable[[int, int, float], None] | None = None
-) -> DemoResult:
-    """Train a small classifier of real speech, test it, and draw where one utterance attends.
+    output: Path, *, seed: int = 0, epochs: int = 30, progress: Callable[[Progress], None] | None = None
+) -> TrainResult:
+    """Train a classifier of real speech, test it, save it, load it again, and draw where it attends.
 
     270 utterances of nine speakers train it, 370 from other occasions test it; the data is in the package, nothing is
-    downloaded. Runs in one thread of the CPU, in about 10 s, and leaves torch's global random state as it was.
+    downloaded. Takes well under a minute in one thread of the CPU, and leaves torch's global random state as it was.
 
     Args:
-        output: the folder to write `attention.png` into; made if needed.
+        output: the folder to write to, made if needed: the model into `model`, `attention.png` and `attention.html`.
         seed: decides the initial weights, the order of the batches and dropout.
         epochs: passes over the training split.
-        progress: called after each epoch with its number (from 1), `epochs` and the accuracy on its training batches.
+        progress: called after each epoch.
 
     Returns:
-        The test accuracy, how long it took and what was written.
+        The scores on the test split, how long it took and what was written.
 
     Raises:
-        ImportError: matplotlib is missing; nothing was trained yet.
-        OSError: the picture could not be written; what stood there before still does.
+        ImportError: matplotlib or safetensors is missing; nothing was trained yet.
+        OSError: a file could not be written; what stood there before still does.
+        RuntimeError: the model that was loaded again does not give the same logits to the bit.
         ValueError: `output` cannot be made, `seed` is not in [0, 2**63) or `epochs` is less than 1.
     """
     started = time.perf_counter()
-    if not 0 <= seed < 2**63:
-        raise invalid("demo", "seed", "lie in [0, 2**63)", seed)
-    if epochs < 1:
-        raise invalid("demo", "epochs", "be at least 1", epochs)
-    need("matplotlib", "observe")  # before the training, not after it; the folder likewise
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise invalid("demo", "output", "be a folder that can be made", f"{output} ({error.strerror})") from error
-
+    need("matplotlib", "observe")  # before the training, not after it
+    need("safetensors.torch", "models")
     train, test = japanese_vowels()
-    with _one_thread(), torch.random.fork_rng(devices=[]):
+    with _folder("demo", output):
+        model = _fit("demo", train, seed, epochs, progress)
+        written = _save_with_report(model, output / "model")
+        logits_NY = _logits(model, test)
+        again = _load_classifier("demo", written[0].parent)
+        if not torch.equal(_logits(again, test), logits_NY):
+            raise RuntimeError("demo: the model that was saved and loaded again gives other logits")
+        # The longest utterance shows most, so it is the picture; the page has one utterance of each speaker.
+        longest = max(range(len(test)), key=lambda index: len(test.values[index]))
+        maps = _attention_maps(again, test, [longest, *_one_of_each_class(test)], logits_NY)
+        pictures = heatmap(maps[0], output / "attention.png"), heatmap(maps, output / "attention.html")
+        return TrainResult(
+            evaluation=_score(model.class_names, logits_NY, test),
+            tested_on="the official test split",
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            epochs=epochs,
+            seconds=time.perf_counter() - started,
+            seed=seed,
+            num_train=len(train),
+            files=(*written, *pictures),
+        )
+
+
+def train_classifier(
+    data: str | os.PathLike[str],
+    output: Path,
+    *,
+    test: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    epochs: int | None = None,
+    progress: Callable[[Progress], None] | None = None,
+) -> TrainResult:
+    """Train a classifier on a file of labelled time series, test it and save it.
+
+    Args:
+        data: a .ts or .csv file, as `headwise.data.timeseries.read_series` reads it.
+        output: the folder for the model, made if needed; a model that it holds is replaced at the end.
+        test: a file of the same kind, which is only tested on. None: a fifth of each class in `data` is held out.
+        seed: decides the split, the initial weights, the order of the batches and dropout.
+        epochs: passes over the training data. None: 30, or as many as 400 steps need.
+        progress: called after each epoch.
+
+    Returns:
+        The scores on the test data, how long it took and what was written: the model and `report.json`.
+
+    Raises:
+        ImportError: safetensors is missing; nothing was trained yet.
+        OSError: a file could not be written; a model that stood there before still does.
+        ValueError: a file is not as it should be (which one, where and the cure), there are no labels, fewer than two
+            classes, nothing to hold out, `output` cannot be made, `seed` is not in [0, 2**63), `epochs` is less than 1,
+            or the loss is no longer a number.
+    """
+    started = time.perf_counter()
+    need("safetensors.torch", "models")
+    given = read_series(data)
+    if given.labels is None or len(given.labels.unique()) < 2:
+        got = "none" if given.labels is None else f"one class, {given.class_names[int(given.labels[0])]!r}"
+        raise invalid("train_classifier", "data", "hold labelled series of at least two classes", f"{got}, in {data}")
+    if test is None:
+        train, held_out = _split(given, seed)
+        tested_on = "a fifth of each class, held out"
+    else:
+        train, held_out = given, _read_labelled("train_classifier", test, given.class_names, given.channel_names)
+        tested_on = f"{test}"
+    if epochs is None:
+        epochs = max(30, -(-400 * _BATCH // len(train)))
+    with _folder("train_classifier", output):
+        model = _fit("train_classifier", train, seed, epochs, progress)
+        result = TrainResult(
+            evaluation=_score(model.class_names, _logits(model, held_out), held_out),
+            tested_on=tested_on,
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
+            epochs=epochs,
+            seconds=time.perf_counter() - started,
+            seed=seed,
+            num_train=len(train),
+            files=(),
+        )
+        return dataclasses.replace(result, files=_save_with_report(model, output, result))
+
+
+def evaluate(directory: str | os.PathLike[str], data: str | os.PathLike[str]) -> Evaluation:
+    """Test a saved classifier on a file of labelled time series.
+
+    Args:
+        directory: where `train_classifier` or `headwise.save` put the model.
+        data: a .ts or .csv file with the channels and classes of the training.
+
+    Returns:
+        Its scores.
+
+    Raises:
+        ImportError: safetensors is missing.
+        ValueError: no model there, or a file that is not as it should be or has no labels.
+    """
+    model = _load_classifier("evaluate", directory)
+    series = _read_labelled("evaluate", data, model.class_names, model.channel_names)
+    return _score(model.class_names, _logits(model, series), series)
+
+
+def predict(directory: str | os.PathLike[str], data: str | os.PathLike[str]) -> list[Prediction]:
+    """Name the class of each time series in a file.
+
+    Args:
+        directory: where `train_classifier` or `headwise.save` put the model.
+        data: a .ts or .csv file with the channels of the training; labels are not needed and not used.
+
+    Returns:
+        One prediction a series, in the file's order.
+
+    Raises:
+        ImportError: safetensors is missing.
+        ValueError: no model there, or a file that is not as it should be.
+    """
+    model = _load_classifier("predict", directory)
+    series = read_series(data, channel_names=model.channel_names)
+    predictions = []
+    for name, probability_Y in zip(series.names, _logits(model, series).softmax(-1).tolist(), strict=True):
+        by_name = dict(zip(model.class_names, probability_Y, strict=True))
+        predicted = max(by_name, key=by_name.__getitem__)
+        predictions.append(Prediction(name, predicted, by_name[predicted], by_name))
+    return predictions
+
+
+def write_predictions(predictions: Sequence[Prediction], path: Path) -> Path:
+    """Write predictions as CSV: series, predicted, probability and a column for each class's probability.
+
+    Raises:
+        OSError: the file could not be written; what stood there before still does.
+        ValueError: there is nothing to write.
+    """
+    if not predictions:
+        raise invalid("write_predictions", "predictions", "hold at least one", "none")
+    with whole(path) as part, part.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(
+            ["series", "predicted", "probability", *(f"p({name})" for name in predictions[0].probabilities)]
+        )
+        for one in predictions:
+            writer.writerow([one.series, one.predicted, one.probability, *one.probabilities.values()])
+    return path
+
+
+def draw_attention(
+    directory: str | os.PathLike[str],
+    data: str | os.PathLike[str],
+    output: Path,
+    *,
+    series: Sequence[str] = (),
+) -> tuple[Path, ...]:
+    """Draw what each head of a saved classifier attends to in some time series of a file.
+
+    Args:
+        directory: where `train_classifier` or `headwise.save` put the model.
+        data: a .ts or .csv file with the channels of the training; labels are shown if there are any.
+        output: the folder for `attention.html`, one page of all of them, and `attention-NAME.png`, one of each.
+        series: names of the series, as the file has them or counted from 0. None given: the first of each class if the
+            file has labels, else the first; six at most.
+
+    Returns:
+        What was written, the page first.
+
+    Raises:
+        ImportError: safetensors or matplotlib is missing.
+        OSError: a file could not be written.
+        ValueError: no model there, a file that is not as it should be, an unknown series, `output` cannot be made.
+    """
+    need("matplotlib", "observe")
+    model = _load_classifier("draw_attention", directory)
+    given = read_series(data, channel_names=model.channel_names)
+    unknown = [name for name in series if name not in given.names]
+    if unknown:
+        known = f"{given.names[0]!r} to {given.names[-1]!r}"
+        raise invalid("draw_attention", "series", f"be names of the {len(given)} series in {data}, {known}", unknown)
+    indices = [given.names.index(name) for name in dict.fromkeys(series)]
+    if not indices:
+        indices = ([0] if given.labels is None else _one_of_each_class(given))[:6]
+    chosen = given.subset(indices)
+    maps = _attention_maps(model, chosen, range(len(chosen)), _logits(model, chosen))
+    with _folder("draw_attention", output):
+        files = [heatmap(maps, output / "attention.html")]
+        for index, one in zip(indices, maps, strict=True):
+            safe = re.sub(r"[^A-Za-z0-9._-]+", "_", given.names[index])[:60]
+            path = output / f"attention-{safe}.png"
+            files.append(heatmap(one, path if path not in files else output / f"attention-{safe}-{index}.png"))
+    return tuple(files)
+
+
+def _fit(
+    function: str, train: Series, seed: int, epochs: int, progress: Callable[[Progress], None] | None
+) -> SequenceClassifier:
+    """Train a classifier with sizes that fit the data; returned in eval mode."""
+    if not 0 <= seed < 2**63:
+        raise invalid(function, "seed", "lie in [0, 2**63)", seed)
+    if epochs < 1:
+        raise invalid(function, "epochs", "be at least 1", epochs)
+    stride = -(-max(map(len, train.values)) // _MOST_POSITIONS)
+    with _few_threads(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # the CPU's alone: `torch.manual_seed` would reseed every GPU as well
-        model = _Classifier(train)
-        _fit(model, train, epochs, progress)
-        model.eval()
-        values_BLX, padding_BL = pad(test.values)
-        with torch.inference_mode():
-            logits_BY, weights = model(values_BLX, padding_BL, need_weights=True)
-    predicted_B = logits_BY.argmax(-1)
-    # The longest utterance shows most. The weights are those of the padded batch, the very ones the test used.
-    index = max(range(len(test)), key=lambda i: len(test.values[i]))
-    length = len(test.values[index])
-    path = output / "attention.png"
-    _draw(
-        path,
-        test.values[index],
-        [weights_BHLS[index, :, :length, :length] for weights_BHLS in weights],
-        f"Attention on test utterance {index} ({length} frames, one each 6.4 ms): true speaker "
-        f"{test.class_names[int(test.labels[index])]}, predicted speaker {test.class_names[int(predicted_B[index])]}",
+        model = SequenceClassifier(
+            len(train.class_names),
+            num_channels=train.num_channels,
+            kernel_size=1 if stride == 1 else 2 * stride + 1,
+            stride=stride,
+            class_names=train.class_names,
+            channel_names=train.channel_names,
+        )
+        assert isinstance(model.embedding, SeriesEmbedding)
+        model.embedding.fit_scale(train.values)
+        batches = DataLoader(train, batch_size=_BATCH, shuffle=True, collate_fn=collate)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=epochs * len(batches))
+        model.train()
+        for epoch in range(1, epochs + 1):
+            num_right, total_loss = 0, 0.0
+            for values_BLX, padding_BL, labels_B in batches:
+                logits_BY = model(values_BLX, padding_BL)
+                loss = F.cross_entropy(logits_BY, labels_B, label_smoothing=0.1)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                schedule.step()
+                num_right += int((logits_BY.argmax(-1) == labels_B).sum())
+                total_loss += float(loss.detach()) * len(labels_B)
+            if not total_loss < float("inf"):
+                raise invalid(function, "data", "give a finite loss; are there absurd values in it?", total_loss)
+            if progress is not None:
+                progress(Progress(epoch, epochs, total_loss / len(train), num_right / len(train)))
+    return model.eval()
+
+
+def _logits(model: SequenceClassifier, series: Series) -> Tensor:
+    """Logits of all series, (N, Y), a padded batch at a time."""
+    with _few_threads(), torch.inference_mode():
+        parts = [model(*pad(series.values[i : i + _BATCH])) for i in range(0, len(series), _BATCH)]
+    return torch.cat(parts)
+
+
+def _score(class_names: Sequence[str], logits_NY: Tensor, series: Series) -> Evaluation:
+    assert series.labels is not None
+    num_classes = len(class_names)
+    pairs_N = series.labels * num_classes + logits_NY.argmax(-1)
+    confusion_YY = torch.bincount(pairs_N, minlength=num_classes**2).view(num_classes, num_classes)
+    right_Y, true_Y, named_Y = confusion_YY.diag().tolist(), confusion_YY.sum(1).tolist(), confusion_YY.sum(0).tolist()
+    return Evaluation(
+        accuracy=sum(right_Y) / len(series),
+        majority=max(true_Y) / len(series),
+        num_series=len(series),
+        classes=tuple(
+            ClassScore(name, true, right, right / true if true else None, right / named if named else None)
+            for name, right, true, named in zip(class_names, right_Y, true_Y, named_Y, strict=True)
+        ),
+        confusion=tuple(tuple(row) for row in confusion_YY.tolist()),
     )
-    return DemoResult(
-        test_accuracy=int((predicted_B == test.labels).sum()) / len(test),
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        seconds=time.perf_counter() - started,
-        seed=seed,
-        files=(path,),
-    )
+
+
+def _attention_maps(
+    model: SequenceClassifier, series: Series, indices: Sequence[int], logits_NY: Tensor
+) -> list[AttentionMap]:
+    """What `heatmap` draws for some of the series, each run alone: without padding there is nothing to cut off."""
+    maps = []
+    for index in indices:
+        values_LX = series.values[index]
+        with _few_threads(), torch.inference_mode():
+            _, weights = model(values_LX[None], need_weights=True)
+        said = f"predicted {model.class_names[int(logits_NY[index].argmax())]}"
+        if series.labels is not None:
+            said = f"true class {series.class_names[int(series.labels[index])]}, {said}"
+        maps.append(
+            AttentionMap(
+                [weights_BHPP[0] for weights_BHPP in weights],
+                title=f"Attention in series {series.names[index]}: {said}",
+                signal=values_LX,
+                channel_names=series.channel_names,
+                stride=model.stride,
+                interval=series.interval,
+                unit=series.unit,
+            )
+        )
+    return maps
+
+
+def _one_of_each_class(series: Series) -> list[int]:
+    """The first series of each class that has one, in the order of the classes."""
+    labels = [] if series.labels is None else series.labels.tolist()
+    return [labels.index(label) for label in range(len(series.class_names)) if label in labels]
+
+
+def _split(series: Series, seed: int) -> tuple[Series, Series]:
+    """Hold out a fifth of each class, at least one series where there are two."""
+    assert series.labels is not None
+    generator = torch.Generator().manual_seed(seed)
+    held_out: set[int] = set()
+    for label in series.labels.unique().tolist():
+        members_N = (series.labels == label).nonzero().flatten()
+        number = max(round(_HELD_OUT * len(members_N)), 1) if len(members_N) > 1 else 0
+        held_out.update(members_N[torch.randperm(len(members_N), generator=generator)[:number]].tolist())
+    if not held_out:
+        rule = "hold a class with at least two series, so that one can be held out; or give a test file"
+        raise invalid("train_classifier", "data", rule, f"{len(series)} series, each of its own class")
+    kept = [index for index in range(len(series)) if index not in held_out]
+    return series.subset(kept), series.subset(sorted(held_out))
+
+
+def _read_labelled(
+    function: str, path: str | os.PathLike[str], class_names: Sequence[str], channel_names: Sequence[str]
+) -> Series:
+    series = read_series(path, class_names=class_names, channel_names=channel_names)
+    if series.labels is None:
+        raise invalid(function, "data", "hold a label for each series; `predict` needs none", f"none, in {path}")
+    return series
+
+
+def _load_classifier(function: str, directory: str | os.PathLike[str]) -> SequenceClassifier:
+    model = load(directory)
+    if not isinstance(model, SequenceClassifier) or model.num_channels is None:
+        rule = "hold a classifier of time series"
+        raise invalid(function, "directory", rule, f"{type(model).__name__}, in {directory}")
+    return model
+
+
+def _save_with_report(
+    model: SequenceClassifier, directory: Path, result: TrainResult | None = None
+) -> tuple[Path, ...]:
+    save(model, directory)
+    config = directory / "config.json"
+    files = (config, directory / json.loads(config.read_text(encoding="utf-8"))["weights"]["file"])
+    if result is None:
+        return files
+    report = directory / "report.json"
+    with whole(report) as part:
+        part.write_text(json.dumps(dataclasses.asdict(result), default=str, indent=2) + "\n", encoding="utf-8")
+    return (*files, report)
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def _folder(function: str, path: Path) -> Iterator[None]:
+    """Make a folder for what is to come, and take it away again if nothing came."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise invalid(function, "output", "be a folder that can be made", f"{path} ({error.strerror})") from error
+    if not os.access(path, os.W_OK):
+        raise invalid(function, "output", "be a folder that can be written to", path)
+    try:
+        yield
+    except BaseException:
+        for folder in missing:
+            if any(folder.iterdir()):
+                break
+            folder.rmdir()
+        raise
+
+
+@contextmanager
+def _few_threads() -> Iterator[None]:
     """Compute in one thread: as fast for batches this small, and several times faster on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -113,128 +523,3 @@ def _one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-class _Block(nn.Module):
-    """Pre-norm attention and feed-forward, each added to what came in."""
-
-    def __init__(self, width: int, num_heads: int, dropout: float) -> None:
-        super().__init__()
-        self.norm1 = nn.LayerNorm(width)
-        self.self_attn = MultiheadAttention(width, num_heads, dropout=dropout, batch_first=True)
-        self.norm2 = nn.LayerNorm(width)
-        self.feedforward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-        self.dropout = nn.Dropout(dropout)
-
-    def forward(self, x_BLD: Tensor, padding_BL: Tensor, need_weights: bool) -> tuple[Tensor, Tensor | None]:
-        y_BLD = self.norm1(x_BLD)
-        y_BLD, weights_BHLS = self.self_attn(
-            y_BLD, y_BLD, y_BLD, key_padding_mask=padding_BL, need_weights=need_weights, average_attn_weights=False
-        )
-        x_BLD = x_BLD + self.dropout(y_BLD)
-        return x_BLD + self.dropout(self.feedforward(self.norm2(x_BLD))), weights_BHLS
-
-
-class _Classifier(nn.Module):
-    """Series to class logits: linear embedding, sinusoidal positions, two blocks, mean over the real positions."""
-
-    mean_X: Tensor
-    std_X: Tensor
-
-    def __init__(
-        self, train: Series, width: int = 64, num_heads: int = 4, depth: int = 2, dropout: float = 0.2
-    ) -> None:
-        super().__init__()
-        std_X, mean_X = torch.std_mean(torch.cat(train.values), dim=0)
-        self.register_buffer("mean_X", mean_X)
-        self.register_buffer("std_X", std_X)
-        self.embedding = nn.Linear(train.num_channels, width)
-        self.blocks = nn.ModuleList(_Block(width, num_heads, dropout) for _ in range(depth))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, len(train.class_names))
-
-    def forward(
-        self, values_BLX: Tensor, padding_BL: Tensor, need_weights: bool = False
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Return logits (B, Y) and, if asked for, each block's weights (B, H, L, S), padded rows of no meaning."""
-        x_BLD = self.embedding((values_BLX - self.mean_X) / self.std_X)
-        x_BLD = x_BLD + _sinusoids(*x_BLD.shape[1:])
-        weights = []
-        for block in self.blocks:
-            x_BLD, weights_BHLS = block(x_BLD, padding_BL, need_weights)
-            weights.append(weights_BHLS)
-        x_BLD = self.norm(x_BLD).masked_fill(padding_BL[..., None], 0.0)
-        mean_BD = x_BLD.sum(1) / (~padding_BL).sum(1, keepdim=True)
-        return self.head(mean_BD), weights if need_weights else []
-
-
-def _sinusoids(length: int, width: int) -> Tensor:
-    """Return the positions of "Attention Is All You Need" (section 3.5), sines before cosines: (L, D)."""
-    rates = 10_000.0 ** (-torch.arange(0, width, 2) / width)
-    angles = torch.arange(length)[:, None] * rates
-    return torch.cat([angles.sin(), angles.cos()], dim=-1)
-
-
-def _fit(model: _Classifier, train: Series, epochs: int, progress: Callable[[int, int, float], None] | None) -> None:
-    batches = DataLoader(train, batch_size=32, shuffle=True, collate_fn=collate)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=epochs * len(batches))
-    model.train()
-    for epoch in range(1, epochs + 1):
-        num_right = 0
-        for values_BLX, padding_BL, labels_B in batches:
-            logits_BY, _ = model(values_BLX, padding_BL)
-            optimizer.zero_grad()
-            F.cross_entropy(logits_BY, labels_B, label_smoothing=0.1).backward()
-            optimizer.step()
-            schedule.step()
-            num_right += int((logits_BY.argmax(-1) == labels_B).sum())
-        if progress is not None:
-            progress(epoch, epochs, num_right / len(train))
-
-
-def _draw(path: Path, values_LX: Tensor, weights: list[Tensor], title: str) -> None:
-    """Draw each block's weights, (H, L, S), a column a head, under the signal on the same key axis."""
-    figures, cm, colors, ticker = (
-        need(f"matplotlib.{module}", "observe") for module in ("figure", "cm", "colors", "ticker")
-    )
-    depth, num_heads, length, num_channels = len(weights), weights[0].shape[0], *values_LX.shape
-    top = max(float(weights_HLS.max()) for weights_HLS in weights)
-    # The object API alone: pyplot would keep the figure and pick a backend for the whole process.
-    figure = figures.Figure(figsize=(13.5, 3.0 + 3.1 * depth), dpi=100, layout="constrained")
-    figure.suptitle(title, fontsize=14)
-    axes = figure.subplots(
-        depth + 1, num_heads, sharex=True, sharey="row", squeeze=False, height_ratios=[0.75] + [1.0] * depth
-    )
-    bounds = [channel + 0.5 for channel in range(num_channels + 1)]
-    hues = colors.LinearSegmentedColormap.from_list("channels", ["#0b3c8c", "#1f9e89", "#e8890c"])
-    channels = cm.ScalarMappable(colors.BoundaryNorm(bounds, hues.N), hues)
-    image = cm.ScalarMappable(colors.Normalize(0.0, top), "magma_r")
-    for head in range(num_heads):
-        axes[0, head].set_title(f"head {head + 1}", fontsize=12)
-        for channel in range(num_channels):
-            signal_L = values_LX[:, channel].tolist()
-            axes[0, head].plot(range(length), signal_L, color=channels.to_rgba(channel + 1), linewidth=1.3)
-        for block, weights_HLS in enumerate(weights, start=1):
-            axes[block, head].imshow(
-                weights_HLS[head].tolist(), norm=image.norm, cmap=image.cmap, aspect="auto", interpolation="nearest"
-            )
-        axes[depth, head].set_xlabel("key frame attended to (index)")
-        axes[depth, head].xaxis.set_major_locator(ticker.MaxNLocator(6, integer=True))
-    axes[0, 0].set_ylabel("signal: LPC cepstrum\ncoefficients (no unit)")
-    for block in range(1, depth + 1):
-        axes[block, 0].set_ylabel(f"block {block}\nquery frame (index)")
-    legend = figure.colorbar(channels, ax=axes[0, :], label="channel", pad=0.01, ticks=range(1, num_channels + 1))
-    legend.minorticks_off()
-    figure.colorbar(image, ax=axes[1:, :], label="attention weight (each row sums to 1)", pad=0.01, aspect=40)
-    _replace(path, lambda part: figure.savefig(part, format="png"))
-
-
-def _replace(path: Path, write: Callable[[Path], None]) -> None:
-    """Write a file whole or not at all: under another name first, which an interruption removes again."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        write(part)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""headwise.cli: what is printed where, and the exit codes; the job is replaced (tests/e2e/test_demo.py runs it)."""
+"""headwise.cli: what is printed where, and the exit codes; the jobs are replaced (tests/e2e runs them)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,32 @@ import pytest
 import headwise
 from headwise import pipelines
 from headwise.cli import main
+from headwise.pipelines import ClassScore, Evaluation, Prediction, Progress, TrainResult
 
-RESULT = pipelines.DemoResult(0.987, 101_513, 12.34, 3, (Path("some where/attention.png"),))
+SCORES = Evaluation(
+    accuracy=0.75,
+    majority=0.5,
+    num_series=4,
+    classes=(
+        ClassScore("walk[red]", 2, 1, 0.5, 1.0),
+        ClassScore("rest", 2, 2, 1.0, 2 / 3),
+        ClassScore("no", 0, 0, None, None),
+    ),
+    confusion=((1, 1, 0), (0, 2, 0), (0, 0, 0)),
+)
+RESULT = TrainResult(SCORES, "the official test split", 101_513, 30, 12.34, 3, 270, (Path("some where/attention.png"),))
+PREDICTIONS = [
+    Prediction("gait[1]", "walk", 0.9, {"walk": 0.9, "rest": 0.1}),
+    Prediction("b", "rest", 0.6, {"walk": 0.4, "rest": 0.6}),
+]
+JOBS: dict[str, tuple[str, list[str], Any]] = {
+    "demo": ("demo", ["demo"], RESULT),
+    "classify": ("train_classifier", ["train", "classify", "--data", "a.csv", "--output", "model"], RESULT),
+    "evaluate": ("evaluate", ["evaluate", "model", "--data", "a.csv"], SCORES),
+    "predict": ("predict", ["predict", "model", "--data", "a.csv"], PREDICTIONS),
+    "heatmap": ("draw_attention", ["heatmap", "model", "--data", "a.csv"], (Path("x y/attention.html"),)),
+}
+Calls = list[tuple[str, tuple[Any, ...], dict[str, Any]]]
 
 
 def _run(*argv: str) -> Any:
@@ -23,16 +47,21 @@ def _run(*argv: str) -> Any:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, int]]:
-    """Replace the job; returns what it was called with."""
-    made: list[tuple[Path, int]] = []
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """Replace the jobs; returns what they were called with."""
+    made: Calls = []
 
-    def job(output: Path, *, seed: int, progress: Any) -> pipelines.DemoResult:
-        made.append((output, seed))
-        progress(1, 2, 0.5)
-        return RESULT
+    def replace(name: str, result: Any) -> None:
+        def job(*args: Any, **kwargs: Any) -> Any:
+            if progress := kwargs.pop("progress", None):
+                progress(Progress(1, 2, 0.613, 0.5))
+            made.append((name, args, kwargs))
+            return result
 
-    monkeypatch.setattr(pipelines, "demo", job)
+        monkeypatch.setattr(pipelines, name, job)
+
+    for name, _, result in JOBS.values():
+        replace(name, result)
     return made
 
 
@@ -41,69 +70,199 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"headwise {headwise.__version__}\n"
 
 
-def test_demo_prints_the_result_and_what_to_do_next(
-    calls: list[tuple[Path, int]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("--help") == 0
+    out = capsys.readouterr().out
+    for command in ("demo", "train", "evaluate", "predict", "heatmap"):
+        assert command in out
+    assert _run("train", "--help") == 0
+    assert "classify" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("argv", [argv[:-1] if argv[-1] == "DIR" else argv for _, argv, _ in JOBS.values()], ids=JOBS)
+def test_help_of_a_command(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    words = [word for word in argv[:2] if word in ("demo", "train", "classify", "evaluate", "predict", "heatmap")]
+    assert _run(*words, "--help") == 0
+    out = capsys.readouterr().out
+    assert "--json" in out
+    assert ("--data" in out) == (argv[0] != "demo")
+    if argv[0] == "train":
+        for line in ("series,label,time (ms),acc_x,acc_y", "walk-1,walk,20,0.31,-1.02"):
+            assert line in out
+
+
+def test_no_arguments_show_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run() == 2
+    assert "Commands" in "".join(capsys.readouterr())
+
+
+def test_a_training_prints_the_result_and_what_to_do_next(calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run("demo", "--output", "some where", "--seed", "3") == 0
-    assert calls == [(Path("some where"), 3)]
+    assert calls == [("demo", (Path("some where"),), {"seed": 3})]
     out, err = capsys.readouterr()
-    for expected in ("98.7%", "101,513", "12.3", str(Path("some where/attention.png"))):
+    for expected in ("75.0% (3 of 4 series)", "50.0%, if each", "the official test split", "101,513", "12.3", "seed 3"):
         assert expected in out
-    assert "headwise.MultiheadAttention in place of torch.nn.MultiheadAttention" in out
-    assert "50.0%" in err
-    assert "50.0%" not in out
+    assert "file written  some where/attention.png\n" in out
+    assert "headwise train classify --data YOURS.csv" in out
+    rows = [line.split() for line in out.splitlines()]
+    assert ["walk[red]", "2", "1", "50.0%", "100.0%"] in rows
+    assert ["no", "0", "0", "-", "-"] in rows
+    assert "1/2 epochs, loss 0.613, accuracy in training 50.0%" in err
+    assert "0.613" not in out
 
 
-def test_demo_defaults(calls: list[tuple[Path, int]]) -> None:
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ([], {"test": None, "seed": 0, "epochs": None}),
+        (["--test", "b.ts", "--seed", "7", "--epochs", "5"], {"test": Path("b.ts"), "seed": 7, "epochs": 5}),
+    ],
+)
+def test_classify(more: list[str], expected: dict[str, Any], calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run(*JOBS["classify"][1], *more) == 0
+    assert calls == [("train_classifier", (Path("a.csv"), Path("model")), expected)]
+    out = capsys.readouterr().out
+    assert f"headwise heatmap model --data {expected['test'] or 'a.csv'} --output my-heatmaps" in out
+    assert "headwise predict model --data NEW.csv" in out
+
+
+def test_evaluate(calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run(*JOBS["evaluate"][1]) == 0
+    assert calls == [("evaluate", (Path("model"), Path("a.csv")), {})]
+    out = capsys.readouterr().out
+    assert "75.0% (3 of 4 series)" in out
+    assert "tested on" not in out
+
+
+def test_predict(calls: Calls, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run(*JOBS["predict"][1], "--output", str(tmp_path / "p.csv")) == 0
+    assert calls == [("predict", (Path("model"), Path("a.csv")), {})]
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["gait[1]", "walk", "90.0%"] in rows
+    assert ["b", "rest", "60.0%"] in rows
+    assert (tmp_path / "p.csv").read_text("utf-8").splitlines() == [
+        "series,predicted,probability,p(walk),p(rest)",
+        "gait[1],walk,0.9,0.9,0.1",
+        "b,rest,0.6,0.4,0.6",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("more", "output", "series"),
+    [([], "heatmaps", ()), (["--output", "o", "--series", "a", "--series", "b c"], "o", ["a", "b c"])],
+)
+def test_heatmap(more: list[str], output: str, series: Any, calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run(*JOBS["heatmap"][1], *more) == 0
+    assert calls == [("draw_attention", (Path("model"), Path("a.csv"), Path(output)), {"series": series})]
+    assert capsys.readouterr().out == "file written  x y/attention.html\n"
+
+
+def test_demo_defaults(calls: Calls) -> None:
     assert _run("demo") == 0
-    assert calls == [(Path("demo-output"), 0)]
+    assert calls == [("demo", (Path("demo-output"),), {"seed": 0})]
 
 
-def test_demo_json_is_all_there_is(calls: list[tuple[Path, int]], capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run("demo", "--json") == 0
+@pytest.mark.parametrize("command", JOBS)
+def test_json_is_all_there_is(
+    command: str, calls: Calls, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    more = ["--output", "p.csv"] if command == "predict" else []
+    assert _run(*JOBS[command][1], *more, "--json") == 0
     out, err = capsys.readouterr()
-    assert json.loads(out) == {
-        "test_accuracy": 0.987,
+    assert err == ""
+    found = json.loads(out)
+    scores = {
+        "accuracy": 0.75,
+        "majority": 0.5,
+        "num_series": 4,
+        "classes": [
+            {"name": "walk[red]", "num_series": 2, "num_right": 1, "recall": 0.5, "precision": 1.0},
+            {"name": "rest", "num_series": 2, "num_right": 2, "recall": 1.0, "precision": 2 / 3},
+            {"name": "no", "num_series": 0, "num_right": 0, "recall": None, "precision": None},
+        ],
+        "confusion": [[1, 1, 0], [0, 2, 0], [0, 0, 0]],
+    }
+    expected = {
+        "evaluate": scores,
+        "predict": [
+            {"series": "gait[1]", "predicted": "walk", "probability": 0.9, "probabilities": {"walk": 0.9, "rest": 0.1}},
+            {"series": "b", "predicted": "rest", "probability": 0.6, "probabilities": {"walk": 0.4, "rest": 0.6}},
+        ],
+        "heatmap": {"files": [str(Path("x y/attention.html"))]},
+    }
+    training = {
+        "evaluation": scores,
+        "tested_on": "the official test split",
         "parameters": 101_513,
+        "epochs": 30,
         "seconds": 12.34,
         "seed": 3,
+        "num_train": 270,
         "files": [str(Path("some where/attention.png"))],
     }
-    assert err == ""
+    assert found == expected.get(command, training)
 
 
-@pytest.mark.parametrize("argv", [["demo", "--seed", "-1"], ["demo", "--seed", "x"], ["demo", "--sed", "1"], ["dem"]])
-def test_bad_usage_exits_2(argv: list[str], calls: list[tuple[Path, int]], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["demo", "--seed", "-1"],
+        ["demo", "--seed", "x"],
+        ["demo", "--sed", "1"],
+        ["dem"],
+        ["train", "classify", "--data", "a.csv"],
+        ["train", "classify", "--data", "a.csv", "--output", "o", "--epochs", "0"],
+        ["evaluate", "model"],
+        ["predict", "--data", "a.csv"],
+        ["heatmap", "a", "b", "--data", "x"],
+    ],
+)
+def test_bad_usage_exits_2(argv: list[str], calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run(*argv) == 2
     assert calls == []
     out, err = capsys.readouterr()
     assert out == ""
-    assert argv[-2 if len(argv) > 1 else 0] in err
+    assert "Error" in err
 
 
 @pytest.mark.parametrize(
-    ("error", "code"),
+    ("error", "code", "said"),
     [
-        (ValueError("demo: output must be a folder"), 2),
-        (ImportError("pip install 'headwise[observe]'"), 2),
-        (OSError("No space left on device"), 1),
-        (KeyboardInterrupt("interrupted"), 130),
+        (ValueError("demo: output must be a folder"), 2, "demo: output must be a folder"),
+        (ImportError("pip install 'headwise[observe]'"), 2, "pip install 'headwise[observe]'"),
+        (OSError("No space left on device"), 1, "a file could not be read or written: No space left on device"),
+        (KeyboardInterrupt(), 130, "interrupted; what was to be written has not been"),
     ],
 )
+@pytest.mark.parametrize("command", JOBS)
 def test_a_failing_job_is_one_line(
-    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str,
+    error: BaseException,
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def job(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(pipelines, "demo", job)
-    assert _run("demo") == code
+    monkeypatch.setattr(pipelines, JOBS[command][0], job)
+    assert _run(*JOBS[command][1]) == code
     out, err = capsys.readouterr()
     assert out == ""
-    lines = [line for line in err.splitlines() if line]
-    assert len(lines) == 1
-    assert lines[0].startswith("headwise: ")
-    assert lines[0].endswith(str(error))
+    assert [line for line in err.splitlines() if line] == [f"headwise: {said}"]
+
+
+def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistake of ours must not look like one of the user's."""
+
+    def job(*_: Any, **__: Any) -> None:
+        raise RuntimeError("gives other logits")
+
+    monkeypatch.setattr(pipelines, "demo", job)
+    with pytest.raises(RuntimeError, match="other logits"):
+        main(["demo"])
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])

@@ -1,15 +1,15 @@
 """The `headwise` command: a thin shell over `headwise.pipelines`, drawn with the `cli` extra's libraries."""
 
-import dataclasses
-import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import headwise
 from headwise import pipelines
 from headwise._checks import need
+from headwise.cli import show
 
 # No `from __future__ import annotations` here: typer reads annotations, and some name what exists only inside `_app`.
 
@@ -21,25 +21,48 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: the arguments after the program's name; None takes the process's own.
 
     Raises:
-        SystemExit: always: 0 done, 1 the picture could not be written, 2 wrong usage or no extra, 130 interrupted.
+        SystemExit: always: 0 done, 1 a file could not be written, 2 wrong usage, wrong input or no extra, 130
+            interrupted.
     """
-    try:
+    with _one_line_errors():
         app = _app()
-    except ImportError as error:
-        _fail(str(error), 2)
     app(args=argv, prog_name="headwise")
+
+
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    """What a user or a disk can do wrong ends in one line and a code, not in a traceback."""
+    try:
+        yield
+        return
+    except (ImportError, ValueError) as error:
+        message, code = str(error), 2
+    except OSError as error:
+        message, code = f"a file could not be read or written: {error}", 1
+    except KeyboardInterrupt:
+        message, code = "interrupted; what was to be written has not been", 130
+    print(f"headwise: {message}", file=sys.stderr)
+    raise SystemExit(code)
 
 
 def _app() -> Any:
     """Build the typer application; typer and rich come with an extra, so they are loaded here and not at import."""
     typer = need("typer", "cli")
     need("rich", "cli")
-    app = typer.Typer(
-        add_completion=False,
-        no_args_is_help=True,
-        pretty_exceptions_enable=False,
-        help="Multi-head attention that replaces torch.nn.MultiheadAttention.",
-    )
+
+    def option(text: str, *names: str, **rules: Any) -> Any:
+        return typer.Option(*names, help=text, **rules)
+
+    # Words that several commands share.
+    data = option("Labelled time series, .ts or .csv as above.", "--data", show_default=False)
+    unlabelled = option("Time series, .ts or .csv, with the channels of the training.", "--data", show_default=False)
+    model = typer.Argument(help="Folder of a trained model.", show_default=False, metavar="DIR")
+    seed = option("Decides everything random.", "--seed", min=0, max=2**63 - 1)
+    as_json = option("Print the result as JSON and nothing else.", "--json")
+    settings = {"no_args_is_help": True, "pretty_exceptions_enable": False, "add_completion": False}
+    app = typer.Typer(help="Multi-head attention one can see: train, test and look inside.", **settings)
+    train = typer.Typer(help="Train a model on your own files.", **settings)
+    app.add_typer(train, name="train")
 
     def show_version(wanted: bool) -> None:
         if wanted:
@@ -48,61 +71,102 @@ def _app() -> Any:
 
     def root(
         version: Annotated[
-            bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
+            bool, option("Show the version and exit.", "--version", callback=show_version, is_eager=True)
         ] = False,
     ) -> None:
         pass
 
     def demo(
-        output: Annotated[Path, typer.Option(file_okay=False, help="Folder for the picture.")] = Path("demo-output"),
-        seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Decides everything random.")] = 0,
-        as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON and nothing else.")] = False,
+        output: Annotated[Path, option("Folder for the model and the pictures.", "--output")] = Path("demo-output"),
+        seed: Annotated[int, seed] = 0,
+        as_json: Annotated[bool, as_json] = False,
     ) -> None:
-        """Train a small classifier of real speech on the CPU, test it and draw its attention."""
-        _demo(output, seed, as_json)
+        """Train a classifier of real speech on the CPU, test it, save it and draw its attention.
+
+        Nine speakers, 12 channels, 7 to 29 frames each; the data comes with headwise. Takes less than a minute.
+        """
+        with show.progress(as_json) as progress:
+            result = pipelines.demo(output, seed=seed, progress=progress)
+        show.training(result, as_json)
+        if not as_json:
+            print(
+                "\nNext: open attention.html in a browser, then run the same on your own recordings:\n"
+                "  headwise train classify --data YOURS.csv --output my-model"
+            )
+
+    def classify(
+        data: Annotated[Path, data],
+        output: Annotated[Path, option("Folder for the model.", "--output", show_default=False)],
+        test: Annotated[
+            Path | None, option("Test on this file. Without it, a fifth of the data is held out.", "--test")
+        ] = None,
+        epochs: Annotated[
+            int | None, option("Passes over the data. Default: 30, or as many as 400 steps need.", "--epochs", min=1)
+        ] = None,
+        seed: Annotated[int, seed] = 0,
+        as_json: Annotated[bool, as_json] = False,
+    ) -> None:
+        """Train a classifier of time series, test it and save it.
+
+        A .csv file has one row a time step; series may differ in length, and the time column may be left out:
+
+        \b
+            series,label,time (ms),acc_x,acc_y
+            walk-1,walk,0,0.12,-0.98
+            walk-1,walk,20,0.31,-1.02
+            rest-7,rest,0,0.01,-1.00
+
+        A .ts file is in the format of the UCR and UEA archives.
+        """
+        with show.progress(as_json) as progress:
+            result = pipelines.train_classifier(data, output, test=test, seed=seed, epochs=epochs, progress=progress)
+        show.training(result, as_json)
+        if not as_json:
+            print(
+                f"\nNext: see what it attends to, or let it name new series (no labels needed):\n"
+                f"  headwise heatmap {output} --data {test or data} --output my-heatmaps\n"
+                f"  headwise predict {output} --data NEW.csv"
+            )
+
+    def evaluate(
+        model: Annotated[Path, model], data: Annotated[Path, data], as_json: Annotated[bool, as_json] = False
+    ) -> None:
+        """Test a trained model on labelled time series."""
+        show.evaluation(pipelines.evaluate(model, data), as_json)
+
+    def predict(
+        model: Annotated[Path, model],
+        data: Annotated[Path, unlabelled],
+        output: Annotated[Path | None, option("Write them to this CSV file as well.", "--output")] = None,
+        as_json: Annotated[bool, as_json] = False,
+    ) -> None:
+        """Name the class of each time series."""
+        predictions = pipelines.predict(model, data)
+        show.predictions(predictions, as_json)
+        if output is not None:
+            pipelines.write_predictions(predictions, output)
+            show.files((output,), as_json)
+
+    def heatmap(
+        model: Annotated[Path, model],
+        data: Annotated[Path, unlabelled],
+        output: Annotated[Path, option("Folder for the pictures.", "--output")] = Path("heatmaps"),
+        series: Annotated[
+            list[str] | None,
+            option(
+                "Name of a series to draw, as the file has it or counted from 0; may be given again. "
+                "Default: the first of each class, six at most.",
+                "--series",
+            ),
+        ] = None,
+        as_json: Annotated[bool, as_json] = False,
+    ) -> None:
+        """Draw which time steps each head attends to: one page to open in a browser, and a PNG of each series."""
+        show.files(pipelines.draw_attention(model, data, output, series=series or ()), as_json, alone=True)
 
     app.callback()(root)
-    app.command()(demo)
+    for group, command in ((app, demo), (train, classify), (app, evaluate), (app, predict), (app, heatmap)):
+        # Inside of typer, which has a word of its own for an interruption; a ContextDecorator keeps the signature.
+        group.command()(_one_line_errors()(command))
+    train.callback()(lambda: None)  # with a callback, `classify` stays a word of its own while it is the only one
     return app
-
-
-def _demo(output: Path, seed: int, as_json: bool) -> None:
-    console, progress, table = (need(f"rich.{module}", "cli") for module in ("console", "progress", "table"))
-    columns = (
-        "training",
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        "epochs, accuracy in training {task.fields[accuracy]}",
-    )
-    try:
-        # On stderr: stdout holds the result alone.
-        with progress.Progress(*columns, console=console.Console(stderr=True), disable=as_json) as bar:
-            task = bar.add_task("", total=None, visible=False, accuracy="")
-
-            def update(epoch: int, epochs: int, accuracy: float) -> None:
-                bar.update(task, total=epochs, completed=epoch, visible=True, accuracy=f"{accuracy:.1%}")
-
-            result = pipelines.demo(output, seed=seed, progress=update)
-    except (ImportError, ValueError) as error:
-        _fail(str(error), 2)
-    except OSError as error:
-        _fail(f"the picture could not be written: {error}", 1)
-    except KeyboardInterrupt:
-        _fail("interrupted", 130)
-    if as_json:
-        print(json.dumps(dataclasses.asdict(result), default=str))
-        return
-    rows = table.Table.grid(padding=(0, 2))
-    rows.add_row("test accuracy", f"{result.test_accuracy:.1%}")
-    rows.add_row("parameters", f"{result.parameters:,}")
-    rows.add_row("seconds", f"{result.seconds:.1f}")
-    console.Console().print(rows)
-    # The table would break a long path, which is to be copied in one piece.
-    for path in result.files:
-        print(f"file written   {path}")
-    print("\nNext: use headwise.MultiheadAttention in place of torch.nn.MultiheadAttention in your own model.")
-
-
-def _fail(message: str, code: int) -> NoReturn:
-    print(f"headwise: {message}", file=sys.stderr)
-    raise SystemExit(code)

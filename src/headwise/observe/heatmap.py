@@ -10,7 +10,6 @@ import io
 import json
 import math
 import os
-import secrets
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headwise._checks import invalid, need
+from headwise._files import whole
 
 MOST_CELLS = 256  # a side; above it a screen shows no single cell, so neighbours are pooled
 MOST_COLUMNS = 12  # of panels; a layer with more heads goes on in the next row
@@ -186,13 +186,8 @@ def heatmap(maps: AttentionMap | Sequence[AttentionMap], path: str | os.PathLike
     if suffix == ".png":
         need("matplotlib.figure", "observe")  # before the work, not after it
     content = _Sheet(_prepare(maps[0])).draw() if suffix == ".png" else _page(maps)
-    part = path.with_name(f".{secrets.token_hex(8)}.part")  # beside it, so that replacing is one step
-    try:
-        with part.open("xb") as file:
-            file.write(content)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    with whole(path) as part:
+        part.write_bytes(content)
     return path
 
 

@@ -1,0 +1,115 @@
+"""What the commands print: results on stdout, the progress bar on stderr."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from headwise._checks import need
+from headwise.pipelines import Evaluation, Prediction, Progress, TrainResult
+
+
+@contextmanager
+def progress(silent: bool) -> Iterator[Callable[[Progress], None]]:
+    """Show a bar and a live line of loss and accuracy; gives what is to be called after each epoch."""
+    console, bars = need("rich.console", "cli"), need("rich.progress", "cli")
+    columns = (
+        "training",
+        bars.BarColumn(),
+        bars.MofNCompleteColumn(),
+        "epochs, loss {task.fields[loss]:.3f}, accuracy in training {task.fields[accuracy]:.1%}",
+        bars.TimeRemainingColumn(),
+    )
+    # On stderr: stdout holds the result alone.
+    with bars.Progress(*columns, console=console.Console(stderr=True), disable=silent) as bar:
+        task = bar.add_task("", total=None, visible=False, loss=0.0, accuracy=0.0)
+
+        def update(now: Progress) -> None:
+            bar.update(task, total=now.epochs, completed=now.epoch, visible=True, loss=now.loss, accuracy=now.accuracy)
+
+        yield update
+
+
+def training(result: TrainResult, as_json: bool) -> None:
+    """Print what a training reached and wrote."""
+    if as_json:
+        _json(dataclasses.asdict(result))
+        return
+    evaluation(result.evaluation, False, tested_on=result.tested_on)
+    print()
+    _rows(
+        ("trained on", f"{result.num_train} series, {result.epochs} epochs, seed {result.seed}"),
+        ("parameters", f"{result.parameters:,}"),
+        ("seconds", f"{result.seconds:.1f}"),
+    )
+    files(result.files, False)
+
+
+def evaluation(scores: Evaluation, as_json: bool, tested_on: str | None = None) -> None:
+    """Print the scores, class by class."""
+    if as_json:
+        _json(dataclasses.asdict(scores))
+        return
+    num_right = sum(score.num_right for score in scores.classes)
+    _rows(
+        ("accuracy", f"{scores.accuracy:.1%} ({num_right} of {scores.num_series} series)"),
+        ("most frequent class", f"{scores.majority:.1%}, if each were named so"),
+        *([("tested on", tested_on)] if tested_on else []),
+    )
+    tables, boxes = need("rich.table", "cli"), need("rich.box", "cli")
+    table = tables.Table(box=boxes.SIMPLE)
+    table.add_column("class", no_wrap=True, overflow="ellipsis")
+    for column in ("series", "right", "recall", "precision"):
+        table.add_column(column, justify="right")
+    for score in scores.classes:
+        shares = ("-" if share is None else f"{share:.1%}" for share in (score.recall, score.precision))
+        table.add_row(_plain(score.name), str(score.num_series), str(score.num_right), *shares)
+    _print(table)
+
+
+def predictions(given: Sequence[Prediction], as_json: bool) -> None:
+    """Print a line for each series."""
+    if as_json:
+        _json([dataclasses.asdict(one) for one in given])
+        return
+    tables, boxes = need("rich.table", "cli"), need("rich.box", "cli")
+    table = tables.Table(box=boxes.SIMPLE)
+    for column in ("series", "predicted"):
+        table.add_column(column, no_wrap=True, overflow="ellipsis")
+    table.add_column("probability", justify="right")
+    for one in given:
+        table.add_row(_plain(one.series), _plain(one.predicted), f"{one.probability:.1%}")
+    _print(table)
+
+
+def files(paths: Sequence[Path], as_json: bool, alone: bool = False) -> None:
+    """Print what was written; `alone`: it is the whole result."""
+    if not as_json:
+        # Not in a table: that would break a long path, which is to be copied in one piece.
+        for path in paths:
+            print(f"file written  {path}")
+    elif alone:
+        _json({"files": paths})
+
+
+def _json(value: Any) -> None:
+    print(json.dumps(value, default=str, ensure_ascii=False))
+
+
+def _rows(*rows: tuple[str, str]) -> None:
+    width = max(len(name) for name, _ in rows) + 2
+    for name, value in rows:
+        print(f"{name:{width}}{value}")
+
+
+def _plain(text: str) -> Any:
+    """Text from a file as it is: rich would read [brackets] in it as markup."""
+    return need("rich.text", "cli").Text(text)
+
+
+def _print(table: Any) -> None:
+    need("rich.console", "cli").Console().print(table)

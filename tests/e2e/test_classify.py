@@ -1,0 +1,321 @@
+"""Train, evaluate, predict and heatmap on a user's own files, through the command line; broken files write nothing."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from matplotlib import image
+
+import headwise
+from headwise import pipelines
+from headwise.cli import main
+from headwise.data.samples import Series
+from headwise.data.timeseries import read_series
+
+pytestmark = pytest.mark.e2e
+
+SERIES = 40
+
+
+def made(seed: int, number: int = SERIES) -> list[tuple[str, str, list[tuple[float, float]]]]:
+    """Series of two channels and 7 to 19 steps: "up" has its one bump before its one dip, "down" after it."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for index in range(number):
+        length = int(torch.randint(7, 20, (), generator=generator))
+        first, second = sorted(torch.randperm(length, generator=generator)[:2].tolist())
+        label = ("up", "down")[index % 2]
+        noise = torch.randn(length, 2, generator=generator) * 0.1
+        values = [(a, 1_000 + 50 * b) for a, b in noise.tolist()]
+        high, low = (first, second) if label == "up" else (second, first)
+        values[high] = (values[high][0] + 3, values[high][1])
+        values[low] = (values[low][0] - 3, values[low][1])
+        rows.append((f"s{index}", label, values))
+    return rows
+
+
+def write_csv(path: Path, rows: list[Any], *, labelled: bool = True) -> Path:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["series", *(["label"] if labelled else []), "time (ms)", "acc", "pressure"])
+        for name, label, values in rows:
+            for step, pair in enumerate(values):
+                writer.writerow([name, *([label] if labelled else []), 20 * step, *pair])
+    return path
+
+
+def write_ts(path: Path, rows: list[Any]) -> Path:
+    lines = ["@problemName bumps", "@univariate false", "@dimensions 2", "@classLabel true down up", "@data"]
+    for _, label, values in rows:
+        lines.append(":".join(",".join(str(value) for value in channel) for channel in zip(*values, strict=True)))
+        lines[-1] += f":{label}"
+    path.write_text("\n".join(lines) + "\n", "utf-8")
+    return path
+
+
+def run(*argv: object) -> int:
+    with pytest.raises(SystemExit) as stopped:
+        main([str(word) for word in argv])
+    assert isinstance(stopped.value.code, int)
+    return stopped.value.code
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *argv: object) -> Any:
+    capsys.readouterr()
+    assert run(*argv, "--json") == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return json.loads(out)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with train.csv, test.csv and a model that was trained on the first through the command line."""
+    folder = tmp_path_factory.mktemp("own")
+    train, test = write_csv(folder / "train.csv", made(1, 80)), write_csv(folder / "test.csv", made(2))
+    argv = ("train", "classify", "--data", train, "--test", test, "--output", folder / "model", "--epochs", 60)
+    assert run(*argv) == 0
+    return folder
+
+
+def test_own_csv_from_training_to_pictures(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = json.loads((trained / "model" / "report.json").read_text("utf-8"))
+    assert report["evaluation"]["accuracy"] >= 0.9  # a coin gives 0.5; the order of bump and dip has to be seen
+    assert report["num_train"] == 80
+    assert report["epochs"] == 60
+    assert report["tested_on"] == str(trained / "test.csv")
+    assert run_json(capsys, "evaluate", trained / "model", "--data", trained / "test.csv") == report["evaluation"]
+
+    rows = made(2)
+    unlabelled = write_csv(trained / "new.csv", rows, labelled=False)
+    predictions = run_json(capsys, "predict", trained / "model", "--data", unlabelled, "--output", trained / "p.csv")
+    assert [one["series"] for one in predictions] == [name for name, _, _ in rows]
+    right = sum(one["predicted"] == label for one, (_, label, _) in zip(predictions, rows, strict=True))
+    assert right / len(rows) == report["evaluation"]["accuracy"]
+    for one in predictions:
+        assert one["probability"] == max(one["probabilities"].values()) == one["probabilities"][one["predicted"]]
+        assert math.isclose(sum(one["probabilities"].values()), 1, rel_tol=1e-5)
+    with (trained / "p.csv").open(newline="", encoding="utf-8") as file:
+        assert [row["predicted"] for row in csv.DictReader(file)] == [one["predicted"] for one in predictions]
+
+    argv = ("heatmap", trained / "model", "--data", unlabelled, "--series", "s3", "--series", "s8")
+    files = run_json(capsys, *argv, "--output", trained / "maps")["files"]
+    assert [Path(file).name for file in files] == ["attention.html", "attention-s3.png", "attention-s8.png"]
+    assert set(files) == {str(path) for path in (trained / "maps").iterdir()}
+    for file in files[1:]:
+        assert image.imread(file).ndim == 3
+    page = Path(files[0]).read_text("utf-8")
+    for said in ("Attention in series s3: predicted", "Attention in series s8", "pressure", "ms"):
+        assert said in page
+
+
+def test_columns_in_another_order_are_found_by_name(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    series = read_series(trained / "test.csv")
+    assert series.labels is not None
+    path = trained / "other.csv"
+    lines = ["pressure,label,acc,series"]
+    for name, label, values in zip(series.names, series.labels.tolist(), series.values, strict=True):
+        lines += [f"{p!r},{series.class_names[label]},{a!r},{name}" for a, p in values.tolist()]
+    path.write_text("\n".join(lines) + "\n", "utf-8")
+    one, other = (
+        run_json(capsys, "evaluate", trained / "model", "--data", data) for data in (trained / "test.csv", path)
+    )
+    assert one == other
+
+
+def test_ts_gives_what_csv_gives(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train, test = write_ts(trained / "train.ts", made(1, 80)), write_ts(trained / "test.ts", made(2))
+    argv = ("train", "classify", "--data", train, "--test", test, "--output", trained / "model-ts", "--epochs", 60)
+    from_ts = run_json(capsys, *argv)
+    report = json.loads((trained / "model" / "report.json").read_text("utf-8"))
+    assert from_ts["evaluation"] == report["evaluation"]
+    state, other = (headwise.load(trained / name).state_dict() for name in ("model", "model-ts"))
+    assert all(torch.equal(state[name], other[name]) for name in state)
+
+
+def test_a_fifth_is_held_out_without_a_test_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = write_csv(tmp_path / "all.csv", made(3, 23))
+    argv = ("train", "classify", "--data", data, "--epochs", 1)
+    results = [
+        run_json(capsys, *argv, "--output", tmp_path / str(seed), "--seed", seed)["evaluation"] for seed in (0, 0, 1)
+    ]
+    assert results[0] == results[1]
+    assert [score["num_series"] for score in results[0]["classes"]] == [2, 2]  # a fifth of 11 and of 12
+    assert json.loads((tmp_path / "0" / "report.json").read_text())["num_train"] == 19
+
+
+def test_nothing_is_both_learnt_and_tested() -> None:
+    values = [torch.full((2, 1), float(index)) for index in range(50)]
+    labels = torch.arange(50) % 3
+    labels[7] = 3  # alone in its class: kept for training
+    series = Series(values, labels, ("a", "b", "c", "d"))
+    train, test = pipelines._split(series, seed=4)
+    seen = [int(value[0]) for part in (train, test) for value in part.values]
+    assert sorted(seen) == list(range(50))
+    assert test.labels is not None
+    assert torch.bincount(test.labels, minlength=4).tolist() == [3, 3, 3, 0]
+    assert [int(value[0]) for value in pipelines._split(series, seed=5)[1].values] != [int(v[0]) for v in test.values]
+    for part in (train, test):
+        for name, value in zip(part.names, part.values, strict=True):
+            assert name == str(int(value[0]))
+
+
+def test_long_series_are_cut_into_strides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """300 steps: 3 steps a position; the map still speaks of steps."""
+    rows = [f"{index % 2},{','.join(str((step + index) % 7) for step in range(300))}" for index in range(6)]
+    data = tmp_path / "wide.csv"
+    data.write_text("label," + ",".join(map(str, range(300))) + "\n" + "\n".join(rows) + "\n", "utf-8")
+    run_json(capsys, "train", "classify", "--data", data, "--output", tmp_path / "model", "--epochs", 1)
+    model = headwise.load(tmp_path / "model")
+    assert model.stride == 3
+    files = run_json(capsys, "heatmap", tmp_path / "model", "--data", data, "--output", tmp_path / "maps")["files"]
+    assert [Path(file).name for file in files] == ["attention.html", "attention-0.png", "attention-1.png"]
+
+
+def test_names_make_safe_and_different_files(trained: Path, tmp_path: Path) -> None:
+    rows = [("../a b", "up", made(1)[0][2]), ("../a/b", "up", made(1)[1][2]), ("日本", "up", made(1)[2][2])]
+    data = write_csv(tmp_path / "odd.csv", rows)
+    files = pipelines.draw_attention(trained / "model", data, tmp_path / "maps", series=[row[0] for row in rows])
+    assert [path.name for path in files] == [
+        "attention.html",
+        "attention-.._a_b.png",
+        "attention-.._a_b-1.png",
+        "attention-_.png",
+    ]
+    assert {path.parent for path in files} == {tmp_path / "maps"}
+
+
+# --- Broken input: a clear line, code 2, nothing written --------------------------------------------------------------
+
+GOOD = "series,label,acc,pressure\n" + "".join(f"s{i},{'ab'[i % 2]},{j},{i}\n" for i in range(6) for j in range(3))
+TS = "@univariate false\n@dimensions 2\n@classLabel true a b\n@data\n1,2:3,4:a\n5,6:7,8:b\n1,3:3,4:a\n"
+
+BROKEN: dict[str, tuple[str, bytes, str]] = {
+    "empty csv": ("a.csv", b"", r"a\.csv .*empty"),
+    "empty ts": ("a.ts", b"", r"a\.ts .*empty"),
+    "wrong header": ("a.csv", GOOD.replace("series,", "id,").encode(), r"a\.csv, line 1: .*series"),
+    "wrong delimiter": ("a.csv", GOOD.replace(",", ";").encode(), r"a\.csv, line 1: .*comma"),
+    "wrong tag": ("a.ts", TS.replace("@univariate", "@univariat").encode(), r"a\.ts, line 1: .*@univariat\b"),
+    "no data tag": ("a.ts", TS.replace("@data\n", "").encode(), r"a\.ts, line 4: "),
+    "NaN in csv": ("a.csv", GOOD.replace("s2,a,1,2", "s2,a,NaN,2").encode(), r"a\.csv, line 9: .*'acc'.*'NaN'"),
+    "NaN in ts": ("a.ts", TS.replace("5,6", "5,?").encode(), r"a\.ts, line 6: .*'\?'"),
+    "one class in csv": ("a.csv", GOOD.replace(",b,", ",a,").encode(), r"at least two classes; got one class, 'a'"),
+    "one class in ts": ("a.ts", TS.replace(":b\n", ":a\n").encode(), r"at least two classes; got one class, 'a'"),
+    "no labels": (
+        "a.csv",
+        GOOD.replace(",label", "").replace(",a,", ",").replace(",b,", ",").encode(),
+        r"got none, in",
+    ),
+    "missing channel in ts": ("a.ts", TS.replace("5,6:7,8", "5,6").encode(), r"a\.ts, line 6: .*2 channels"),
+    "missing cell in csv": ("a.csv", GOOD.replace("s2,a,1,2", "s2,a,1").encode(), r"a\.csv, line 9: .*4 cells"),
+    "another format": ("a.csv", b"PK\x03\x04\x14\x00\x00\x00", r"a\.csv .*(ZIP|zip|xlsx)"),
+    "another suffix": ("a.json", b"[1, 2]", r"suffix \.ts or \.csv"),
+    "ts named csv": ("a.csv", TS.encode(), r"a\.csv.*\.ts"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_input_is_one_clear_line_and_writes_nothing(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, content, message = BROKEN[name]
+    (tmp_path / file).write_bytes(content)
+    monkeypatch.setattr(pipelines, "_fit", lambda *_: pytest.fail("trained"))
+    assert run("train", "classify", "--data", tmp_path / file, "--output", tmp_path / "out" / "model") == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    line, *example = [line for line in err.splitlines() if line]
+    assert re.search(r"^headwise: \w+: .*" + message, line), line
+    assert bool(example) == (name == "wrong header")  # which shows what a header looks like
+    assert [path.name for path in tmp_path.iterdir()] == [file]
+
+
+def without_channel(folder: Path) -> tuple[object, ...]:
+    path = folder / "short.csv"
+    path.write_text("series,label,acc\ns0,up,1\ns0,up,2\n")
+    return ("evaluate", folder / "model", "--data", path)
+
+
+def renamed_channel(folder: Path) -> tuple[object, ...]:
+    path = folder / "renamed.csv"
+    path.write_text("series,acc,depth\ns0,1,3\ns0,2,4\n")
+    return ("predict", folder / "model", "--data", path)
+
+
+def unknown_label(folder: Path) -> tuple[object, ...]:
+    path = folder / "label.csv"
+    path.write_text("series,label,acc,pressure\ns0,left,1,3\n")
+    return ("evaluate", folder / "model", "--data", path)
+
+
+def no_labels(folder: Path) -> tuple[object, ...]:
+    path = write_csv(folder / "bare.csv", made(1), labelled=False)
+    return ("evaluate", folder / "model", "--data", path)
+
+
+MISUSED: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
+    "missing channel": (without_channel, r"short\.csv, line 1: .*pressure"),
+    "renamed channel": (renamed_channel, r"renamed\.csv, line 1: .*pressure.*depth|depth.*pressure"),
+    "unknown label": (unknown_label, r"label\.csv, line 2: .*'left'"),
+    "no labels": (no_labels, r"evaluate: data must hold a label for each series"),
+    "no model": (
+        lambda folder: ("predict", folder, "--data", folder / "test.csv"),
+        r"load: directory must be the folder of a saved model .*no config\.json",
+    ),
+    "unknown series": (
+        lambda folder: (
+            *("heatmap", folder / "model", "--data", folder / "test.csv"),
+            *("--series", "s3", "--series", "x", "--output", folder / "out"),
+        ),
+        r"draw_attention: series must be names of the 40 series in .*'s0' to 's39'; got \['x'\]",
+    ),
+    "output is a file": (
+        lambda folder: ("heatmap", folder / "model", "--data", folder / "test.csv", "--output", folder / "test.csv"),
+        r"draw_attention: output must be a folder that can be made; got .*test\.csv",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISUSED)
+def test_what_does_not_fit_the_model_is_one_clear_line(
+    name: str, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make, message = MISUSED[name]
+    argv = make(trained)
+    before = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
+    capsys.readouterr()
+    assert run(*argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = [line for line in err.splitlines() if line]
+    assert re.search(message, line), line
+    assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == before
+
+
+def test_a_model_of_tokens_is_refused(tmp_path: Path, trained: Path) -> None:
+    headwise.save(headwise.SequenceClassifier(2, vocab_size=5), tmp_path)
+    with pytest.raises(ValueError, match=r"^evaluate: directory must hold a classifier of time series; got Seq"):
+        pipelines.evaluate(tmp_path, trained / "test.csv")
+
+
+def test_interrupted_training_keeps_the_old_model(trained: Path, tmp_path: Path) -> None:
+    model = headwise.SequenceClassifier(2, num_channels=2)
+    headwise.save(model, tmp_path / "model")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+
+    def stop(_: pipelines.Progress) -> None:
+        raise KeyboardInterrupt
+
+    for folder in (tmp_path / "model", tmp_path / "new" / "model"):
+        with pytest.raises(KeyboardInterrupt):
+            pipelines.train_classifier(trained / "train.csv", folder, epochs=2, progress=stop)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
