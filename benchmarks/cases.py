@@ -5,13 +5,16 @@ Letters: B batch, L length, D model width, H heads.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import headwise
+from headwise.data.samples import collate, japanese_vowels
 
 Call = Callable[[], object]
 
@@ -87,6 +90,57 @@ def short(mode: str, shape: tuple[int, int, int, int], *, fused: bool) -> Case:
         {"torch": wrap(lambda: theirs(x, x, x, need_weights=False)[0])},
         attention_flops(B, L, D),
     )
+
+
+def classifier(mode: str) -> Case:
+    """The classifier of `headwise demo` on its first batch; in train a whole step, AdamW's part of it too.
+
+    Torch's side is the same model with `nn.MultiheadAttention` in the place of ours. Without dropout, so that both give
+    the same numbers: torch's attention returns another memory layout, which makes dropout draw other units.
+    """
+    train, _ = japanese_vowels()
+    x, padding, labels = collate([train[index] for index in range(0, 256, 8)])
+    ours = headwise.SequenceClassifier(len(train.class_names), num_channels=train.num_channels, dropout=0.0)
+    ours.embedding.fit_scale(train.values)
+    theirs = with_torch_attention(ours)
+    B, L, _ = x.shape
+    D, layers = ours.config["embed_dim"], ours.config["num_layers"]
+    flops = layers * (attention_flops(B, L, D) + 16.0 * B * L * D * D)
+    if mode == "eval":
+        ours.eval(), theirs.eval()
+        return Case(
+            mode, _inference(lambda: ours(x, padding)), {"torch": _inference(lambda: theirs(x, padding))}, flops
+        )
+    return Case(
+        mode,
+        _training(ours, x, padding, labels),
+        {"torch": _training(theirs, x, padding, labels)},
+        3 * flops,
+    )
+
+
+def with_torch_attention(model: headwise.SequenceClassifier) -> headwise.SequenceClassifier:
+    """A copy whose blocks attend by `torch.nn.MultiheadAttention`, with the same weights."""
+    model = copy.deepcopy(model)
+    for block in model.encoder.layers:
+        own = block.self_attn
+        theirs = nn.MultiheadAttention(own.embed_dim, own.num_heads, own.dropout, batch_first=True)
+        theirs.load_state_dict(own.state_dict())
+        block.self_attn = theirs.train(own.training)
+    return model
+
+
+def _training(model: nn.Module, x: Tensor, padding: Tensor, labels: Tensor) -> Call:
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def run() -> Tensor:
+        logits: Tensor = model(x, padding)
+        optimizer.zero_grad()
+        F.cross_entropy(logits, labels).backward()
+        optimizer.step()
+        return logits.detach()
+
+    return run
 
 
 def _modules(

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import headwise
-from benchmarks.cases import LARGE, MASKS, SHORT, Call, Case, large, short
+from benchmarks.cases import LARGE, MASKS, SHORT, Call, Case, classifier, large, short
 
 # What the project promises of each group: every row's ratio, and the geometric mean of short calls.
 NEVER_BELOW = 0.97
@@ -118,6 +118,14 @@ def short_rows(peak: float, rounds: int) -> Iterator[tuple[str, str, list[Row]]]
             yield layout, mode, rows
 
 
+def classifier_rows(peak: float, rounds: int) -> Iterator[Row]:
+    """The demo's model beside itself on torch's attention: never slower."""
+    for mode, floor in (("eval", NEVER_BELOW), ("train", 1.0)):
+        case = classifier(mode)
+        case.floor = floor
+        yield measure(case, rounds=rounds, repeats=3, peak=peak)
+
+
 def machine() -> str:
     """The processor's name where the system tells, versions and threads."""
     name = platform.processor() or platform.machine()
@@ -177,6 +185,21 @@ def report(rounds: int, only: str | None) -> tuple[str, list[str]]:
             print(lines[-1], file=sys.stderr)
             if mean < floor:
                 missed.append(f"short {layout} {mode}: geometric mean {mean:.2f}, floor {floor}")
+    if only in (None, "classifier"):
+        lines += [
+            "",
+            "## The classifier of `headwise demo`, 32 padded utterances, beside itself on `nn.MultiheadAttention`",
+            "",
+            "Train is a whole step: forward, loss, backward, AdamW.",
+            "",
+            "| case | ratio | quartiles | floor |",
+            "|---|---|---|---|",
+        ]
+        for row in classifier_rows(peak, 3 * rounds):
+            lines.append(f"| {row.name} | {row.ratio:.2f} | {row.low:.2f} to {row.high:.2f} | {row.floor} |")
+            print(lines[-1], file=sys.stderr)
+            if row.floor is not None and row.ratio < row.floor:
+                missed.append(f"classifier {row.name}: {row.ratio:.2f}, floor {row.floor}")
     return "\n".join(lines) + "\n", missed
 
 
@@ -184,9 +207,9 @@ def main() -> int:
     """Measure, print, and save on request."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__.split("\n")[0])
     parser.add_argument(
-        "--rounds", type=int, default=15, help="interleaved rounds a row (short rows: three times that)"
+        "--rounds", type=int, default=15, help="interleaved rounds a row (short and classifier rows: three times that)"
     )
-    parser.add_argument("--only", choices=("large", "short"), help="one group of rows")
+    parser.add_argument("--only", choices=("large", "short", "classifier"), help="one group of rows")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/DATE.md too")
     parser.add_argument("--check", action="store_true", help="exit 1 if a ratio is below its floor")
     args = parser.parse_args()

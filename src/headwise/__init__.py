@@ -10,10 +10,12 @@ from headwise.core.multihead import MultiheadAttention
 from headwise.layers.blocks import Encoder, EncoderBlock
 from headwise.models.classifier import SequenceClassifier
 from headwise.models.files import load, save
+from headwise.observe.heatmap import AttentionMap, heatmap
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionMap",
     "Encoder",
     "EncoderBlock",
     "MultiheadAttention",
@@ -21,6 +23,7 @@ __all__ = [
     "attention",
     "attention_weights",
     "explain",
+    "heatmap",
     "load",
     "masks",
     "save",

@@ -30,6 +30,11 @@ def invalid(function: str, argument: str, rule: str, got: object, **tensors: Ten
     return ValueError(f"{function}: {argument} must {rule}; got {got}" + (f" ({shapes})" if shapes else ""))
 
 
+def kind_of(value: object) -> str:
+    """What came where a tensor belongs: dtype and shape, or the type of something else."""
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
 def need(module: str, extra: str) -> ModuleType:
     """Import an optional dependency, or say which extra brings it.
 

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from headwise._checks import invalid
-from headwise.core.backends import BACKENDS, PLAIN, Backend, Request, choose, softmax_scores
+from headwise.core.backends import BACKENDS, PLAIN, Backend, Request, choose, eager, softmax_scores
 from headwise.core.lowering import NOTHING_HIDDEN, Size
 from headwise.core.masks import Mask, lower, visible_keys
 
@@ -206,7 +207,8 @@ def prepare(
 ) -> Request:
     """Lower the mask and silence the keys that no query of a sample may see; sizes are the caller's to check.
 
-    A hidden NaN would reach every output: 0 * NaN is NaN. Such keys and values become 0, which also stops the gradient.
+    A hidden NaN would reach every output: 0 * NaN is NaN. Such keys and values become 0, which also stops the gradient,
+    unless a look at the numbers says that they are harmless: then their weight of 0 does the same.
     """
     lowered = NOTHING_HIDDEN
     if mask is not None:
@@ -214,7 +216,7 @@ def prepare(
         size = Size(B, H, L, key.shape[-2], query.device)
         lowered = lower(mask, size, _score_dtype(query))
         keys = visible_keys(mask, size)
-        if keys is not None:
+        if keys is not None and not _harmless(query, key, value, scale):
             key, value = _silence(keys, key, value)
     return Request(query, key, value, lowered, scale, dropout, drop, softcap, sink, grouped)
 
@@ -226,6 +228,23 @@ def _score_dtype(query: Tensor) -> torch.dtype:
     if known and query.dtype != torch.float64 and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return query.dtype
+
+
+def _harmless(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> bool:
+    """Whether no hidden key or value can make a NaN: all are finite, and so is every product of a query and a key.
+
+    Reading is a tenth of the time of writing zeros, in backward too. Only where a number can be read without a wait and
+    no tracer needs the general path: plain tensors in eager mode on the CPU.
+    """
+    tensors = (query, key, value)
+    if not all(type(tensor) is Tensor and tensor.device.type == "cpu" for tensor in tensors):
+        return False
+    if query.dtype == torch.float16 or not eager() or _len_torch_dispatch_stack():
+        return False  # float16 overflows soon, in backward as well
+    # |q . k| <= |q| |k|, and half of the exponents is left to v's product with its gradient; a length that overflows
+    # is inf and fails, as NaN does.
+    q_length, k_length, v_length = (float(torch.linalg.vector_norm(tensor.detach())) for tensor in tensors)
+    return q_length * k_length * max(1.0, abs(scale or 0.0)) < 1e37 and v_length < 1e18
 
 
 def _silence(keys: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise._checks import invalid
+from headwise._checks import invalid, kind_of
 from headwise.core.masks import Mask
 from headwise.core.multihead import MultiheadAttention
 from headwise.layers.feedforward import Activation, FeedForward, Norm, make_norm
@@ -133,7 +133,8 @@ class EncoderBlock(FeedForward):
             if key_padding_mask is not None:
                 x = x.masked_fill(_hidden_too(rows, key_padding_mask)[..., None], 0.0)
         words = _given(key_padding_mask, attn_mask, is_causal, mask, average_attn_weights)
-        attended, weights = _attend(self.self_attn, self.norm1(x) if self.norm_first else x, need_weights, words)
+        attend_to = _first_norm(self.norm1, x) if self.norm_first else x
+        attended, weights = _attend(self.self_attn, attend_to, need_weights, words)
         x = x + self.dropout1(attended)
         if self.norm_first:
             x = x + self.dropout2(self._feed_forward(self.norm2(x)))
@@ -262,9 +263,31 @@ def _attend(attention: nn.Module, x: Tensor, need_weights: bool, words: dict[str
     return out, weights if need_weights else None
 
 
+def _first_norm(norm: nn.Module, x: Tensor) -> Tensor:
+    """norm(x); what does not fit is named as attention would, had it come first."""
+    try:
+        out: Tensor = norm(x)
+    except RuntimeError as error:
+        weight = getattr(norm, "weight", None)
+        if not isinstance(weight, Tensor) or not x.ndim:
+            raise
+        if x.shape[-1] != weight.shape[-1]:
+            raise invalid("EncoderBlock", "x", f"be {weight.shape[-1]} wide", x.shape[-1], x=x) from error
+        for what in ("dtype", "device"):
+            have, want = getattr(x, what), getattr(weight, what)
+            if have != want:
+                rule = f"have the parameters' {what}, {want}; convert it or the module with .to()"
+                raise invalid("EncoderBlock", "x", rule, have, x=x) from error
+        raise
+    return out
+
+
 def _both(attn_mask: Tensor | None, causal: Tensor) -> Tensor:
     if attn_mask is None:
         return causal
+    if attn_mask.shape[-2:] != causal.shape:  # a broadcast would hide that torch does not take it
+        rule = f"end in (L, S) = {tuple(causal.shape)}"
+        raise invalid("EncoderBlock", "attn_mask", rule, tuple(attn_mask.shape))
     return attn_mask | causal if attn_mask.dtype == torch.bool else attn_mask.masked_fill(causal, float("-inf"))
 
 
@@ -279,14 +302,17 @@ def _check_attention(attention: nn.Module, embed_dim: int, num_heads: int | None
 
 
 def _padded_rows(x: Tensor, query_padding_mask: Tensor) -> Tensor:
-    if query_padding_mask.dtype != torch.bool or query_padding_mask.shape != x.shape[:-1]:
+    fits = isinstance(query_padding_mask, Tensor) and query_padding_mask.dtype == torch.bool
+    if not fits or query_padding_mask.shape != x.shape[:-1]:
         rule = f"be bool {tuple(x.shape[:-1])}, True = padding"
-        got = f"{query_padding_mask.dtype} {tuple(query_padding_mask.shape)}"
+        got = kind_of(query_padding_mask)
         raise invalid("EncoderBlock", "query_padding_mask", rule, got, x=x)
     return query_padding_mask
 
 
 def _hidden_too(rows: Tensor, key_padding_mask: Tensor) -> Tensor:
     """Positions that are padding as query and as key: no result depends on what x holds there."""
+    if not isinstance(key_padding_mask, Tensor):
+        return torch.zeros_like(rows)  # attention names it
     hidden = key_padding_mask if key_padding_mask.dtype == torch.bool else key_padding_mask == float("-inf")
     return rows & hidden if hidden.shape == rows.shape else torch.zeros_like(rows)  # attention names a wrong shape

@@ -41,6 +41,8 @@ class FeedForward(nn.Module):
             feedforward_dim = 8 * embed_dim // 3 if gated else 4 * embed_dim  # as many weights in both forms
         if isinstance(feedforward_dim, bool) or not isinstance(feedforward_dim, int) or feedforward_dim < 1:
             raise invalid(name, "feedforward_dim", "be an int of at least 1", repr(feedforward_dim))
+        if not 0.0 <= dropout <= 1.0:  # torch's Dropout takes NaN
+            raise invalid(name, "dropout", "be in [0, 1]", dropout)
         self.linear1 = nn.Linear(embed_dim, feedforward_dim, **factory)
         self.dropout = nn.Dropout(dropout)
         self.linear2 = nn.Linear(feedforward_dim, embed_dim, **factory)
@@ -63,7 +65,7 @@ def make_norm(name: str, norm: Norm, embed_dim: int, eps: float, bias: bool, **f
         ValueError: an unknown name, or a callable that does not make a module.
     """
     if isinstance(norm, nn.Module):
-        return copy.deepcopy(norm)
+        return _on(copy.deepcopy(norm), factory)
     if norm == "layernorm":
         return nn.LayerNorm(embed_dim, eps=eps, bias=bias, **factory)
     if norm == "rmsnorm":
@@ -72,4 +74,8 @@ def make_norm(name: str, norm: Norm, embed_dim: int, eps: float, bias: bool, **f
     if not isinstance(made, nn.Module):
         rule = "be 'layernorm', 'rmsnorm', a callable that makes a module of width embed_dim, or a module"
         raise invalid(name, "norm", rule, repr(norm))
-    return made.to(**{word: value for word, value in factory.items() if value is not None})
+    return _on(made, factory)
+
+
+def _on(module: nn.Module, factory: dict[str, Any]) -> nn.Module:
+    return module.to(**{word: value for word, value in factory.items() if value is not None})

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwise._checks import invalid
+from headwise._checks import invalid, kind_of
 from headwise.core.multihead import MultiheadAttention
 from headwise.layers.blocks import Encoder, EncoderBlock
 from headwise.layers.feedforward import make_norm
 from headwise.layers.positions import sinusoids
 
+_CAST_BY_AUTOCAST = (torch.float32, torch.bfloat16, torch.float16)
 _NAME = "SequenceClassifier"
 _NOT_SAVED = ("self", "device", "dtype", "__class__")
 
@@ -116,7 +117,7 @@ class SequenceClassifier(nn.Module):
                 EncoderBlock(
                     embed_dim,
                     dropout=dropout,
-                    attention=MultiheadAttention(*attention, batch_first=True, **factory),
+                    attention=MultiheadAttention(*attention, batch_first=True, fused_qkv=True, **factory),
                     **block,
                     **factory,
                 )
@@ -187,7 +188,15 @@ class SeriesEmbedding(nn.Module):
 
     def fit_scale(self, values: Sequence[Tensor]) -> None:
         """Set `mean_X` and `std_X` to those of `values`, N series (L, X) each; a constant channel keeps its scale."""
-        std_X, mean_X = torch.std_mean(torch.cat(list(values)).double(), dim=0, correction=0)
+        num_channels, series = self.conv.in_channels, list(values)
+        shapes = [tuple(one.shape) for one in series]
+        if not sum(len(one) for one in series) or any(len(s) != 2 or s[1] != num_channels for s in shapes):
+            rule = f"hold series (L, {num_channels}), one step at least"
+            raise invalid("fit_scale", "values", rule, sorted(set(shapes)) or "none")
+        std_X, mean_X = torch.std_mean(torch.cat(series).detach().double(), dim=0, correction=0)
+        if not std_X.isfinite().all():
+            raise invalid("fit_scale", "values", "be finite", f"means {mean_X.tolist()}")
+        std_X = std_X.to(self.std_X.dtype)  # first: what is too small for the dtype is a constant too
         self.mean_X.copy_(mean_X)
         self.std_X.copy_(torch.where(std_X > 0, std_X, 1.0))
 
@@ -243,7 +252,7 @@ def _names(argument: str, names: Sequence[str], number: int, first: int) -> tupl
 
 
 def _check_sizes(config: dict[str, Any]) -> None:
-    for name in ("num_classes", "num_channels", "vocab_size", "num_layers", "kernel_size", "stride"):
+    for name in ("num_classes", "num_channels", "vocab_size", "embed_dim", "num_layers", "kernel_size", "stride"):
         size = config[name]
         optional = name in ("num_channels", "vocab_size") and size is None
         if not optional and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
@@ -264,19 +273,26 @@ def _check_sizes(config: dict[str, Any]) -> None:
             raise invalid(_NAME, name, f"be one of {list(known)}", repr(config[name]))
 
 
+def _casts(device: str) -> bool:
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
 def _check_input(model: SequenceClassifier, x: Tensor, padding_mask: Tensor | None) -> None:
     if isinstance(model.embedding, SeriesEmbedding):
         num_channels, dtype = model.embedding.conv.in_channels, model.embedding.conv.weight.dtype
         if x.ndim != 3 or x.shape[2] != num_channels or x.shape[1] == 0:
             rule = f"be a padded batch of series (B, L, {num_channels}) with L at least 1"
             raise invalid(_NAME, "x", rule, tuple(x.shape))
-        if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+        if x.dtype != dtype and not (x.dtype in _CAST_BY_AUTOCAST and _casts(x.device.type)):
             raise invalid(_NAME, "x", f"be {dtype}, as the parameters; x.to({dtype})", x.dtype)
     else:
         if x.ndim != 2 or x.shape[1] == 0:
             raise invalid(_NAME, "x", "be a padded batch of token ids (B, L) with L at least 1", tuple(x.shape))
         if x.dtype not in (torch.int64, torch.int32):
             raise invalid(_NAME, "x", "be int64 or int32 token ids", x.dtype)
-    if padding_mask is not None and (padding_mask.dtype != torch.bool or padding_mask.shape != x.shape[:2]):
-        got = f"{padding_mask.dtype} {tuple(padding_mask.shape)}"
+    if padding_mask is None:
+        return
+    fits = isinstance(padding_mask, Tensor) and padding_mask.dtype == torch.bool
+    if not fits or padding_mask.shape != x.shape[:2]:
+        got = kind_of(padding_mask)
         raise invalid(_NAME, "padding_mask", f"be bool {tuple(x.shape[:2])}, True = padding", got, x=x)
