@@ -264,12 +264,48 @@ def test_grouped_heads_are_not_repeated(spy: Spy, groups: int) -> None:
     assert call["key"].data_ptr() == key.data_ptr()
 
 
-def test_hidden_keys_are_silenced_only_where_something_is_hidden(spy: Spy) -> None:
-    query, key, value = (torch.randn(B, H, n, K) for n in (L, S, S))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_hidden_keys_are_silenced_only_where_they_could_do_harm(spy: Spy, dtype: torch.dtype) -> None:
+    """Writing zeros costs ten times what a look at the numbers costs; float16 overflows too soon for a look."""
+    query, key, value = (torch.randn(B, H, n, K, dtype=dtype) for n in (L, S, S))
     attention(query, key, value, mask=masks.causal(), backend="sdpa")
-    assert spy.calls[0]["key"].data_ptr() == key.data_ptr()
     attention(query, key, value, mask=masks.padding([S, 2]), backend="sdpa")
-    assert torch.equal(spy.calls[1]["key"][1, :, 2:], torch.zeros(H, S - 2, K))
+    assert spy.calls[0]["key"].data_ptr() == key.data_ptr()
+    assert (spy.calls[1]["key"].data_ptr() == key.data_ptr()) == (dtype != torch.float16)
+
+
+# What is put into which tensor at [1, 2, 5], a position that the mask hides; or the scale.
+HARM: dict[str, dict[str, float]] = {
+    "NaN in a key": {"key": math.nan},
+    "inf in a value": {"value": math.inf},
+    "a key whose product overflows": {"key": 3e38},
+    "a query and a key whose product overflows": {"every query": 1e20, "key": 1e20},
+    "a scale that overflows": {"scale": 1e37},
+    "a value whose product with the gradient overflows": {"value": 1e30},
+}
+
+
+@pytest.mark.parametrize("name", HARM)
+def test_what_could_do_harm_is_silenced(name: str, spy: Spy) -> None:
+    query, key, value = (torch.randn(B, H, n, K) for n in (L, S, S))
+    clean = key.clone(), value.clone()
+    harm = HARM[name]
+    query *= harm.get("every query", 1.0)
+    key[1, 2, 5], value[1, 2, 5] = harm.get("key", 1.0), harm.get("value", 1.0)
+    scale = harm.get("scale")
+    inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
+    call = {"mask": masks.padding([S, 2]), "backend": "sdpa", "scale": scale}
+    attention(query, key, value, **call)
+    assert torch.equal(spy.calls[0]["key"][1, :, 2:], torch.zeros(H, S - 2, K))
+    if scale is None:
+        grad = torch.randn(B, H, L, K) * 1e20 if "gradient" in name else torch.randn(B, H, L, K)
+        found = [attention(query, key, value, **call)]
+        found += torch.autograd.grad(found[0], inputs, grad)
+        others = [query.detach().requires_grad_(), *(tensor.requires_grad_() for tensor in clean)]
+        wanted = [attention(*others, **call)]
+        wanted += torch.autograd.grad(wanted[0], others, grad)
+        for one, other in zip(found, wanted, strict=True):
+            assert_close(one, other)
 
 
 # --- helpers ----------------------------------------------------------------------------------------------------------
