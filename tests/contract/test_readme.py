@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import re
+import shlex
 import sys
 import tokenize
 import types
@@ -18,7 +19,10 @@ from pathlib import Path
 import pytest
 from tests.contract.source import ROOT
 
+from headwise.cli import main
+
 READMES = ("README.md", "README.zh-CN.md")
+PAGES = (*READMES, "docs/classify.md")  # whose code runs here too
 SHELL = ("sh", "bash", "shell", "console")
 FENCE = re.compile(r"^(?P<indent>[ \t]*)(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[\w+-]*)[^\n]*$")
 
@@ -103,9 +107,43 @@ def test_readmes_exist_with_python_and_shell(file: str) -> None:
     assert any(make_targets(block.code) for block in readme_blocks(file, *SHELL)), f"{file} calls no make target"
 
 
-@pytest.mark.parametrize("block", [block for file in READMES for block in readme_blocks(file, "python")], ids=str)
+@pytest.mark.parametrize("block", [block for file in PAGES for block in readme_blocks(file, "python")], ids=str)
 def test_python_block_runs(block: Block, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run(block, monkeypatch, tmp_path)
+
+
+def write_recordings(folder: Path) -> None:
+    """The files that the commands name: ten series of the README's form, and one without labels."""
+    steps = [
+        (f"{label}-{index}", label, 20 * step, 0.1 * step * sign, 0.5 * index)
+        for label, sign in (("walk", 1), ("rest", -1))
+        for index in range(5)
+        for step in range(4 + index)
+    ]
+    rows = [",".join(map(str, row)) for row in steps]
+    (folder / "recordings.csv").write_text("\n".join(["series,label,time (ms),acc_x,acc_y", *rows]) + "\n", "utf-8")
+    rows = [f"{name},{time},{x},{y}" for name, _, time, x, y in steps]
+    (folder / "new.csv").write_text("\n".join(["series,time (ms),acc_x,acc_y", *rows]) + "\n", "utf-8")
+
+
+@pytest.mark.parametrize("file", PAGES)
+def test_headwise_commands_run(file: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In their order, in one folder; trained for a moment only."""
+    monkeypatch.chdir(tmp_path)
+    write_recordings(tmp_path)
+    commands = [
+        shlex.split(line, comments=True)[1:]
+        for block in readme_blocks(file, *SHELL)
+        for line in block.code.splitlines()
+        if line.startswith("headwise ")
+    ]
+    assert {words[0] for words in commands} >= {"train", "predict", "heatmap"}
+    for words in commands:
+        with pytest.raises(SystemExit) as stopped:
+            main([*words, *(["--epochs", "2"] if words[0] == "train" else [])])
+        assert stopped.value.code == 0, words
+        if "--output" in words:
+            assert (tmp_path / words[words.index("--output") + 1]).exists()
 
 
 @pytest.mark.parametrize("block", [block for file in READMES for block in readme_blocks(file, *SHELL)], ids=str)
