@@ -19,6 +19,7 @@ from torch import Tensor
 import headwise
 from headwise.observe import heatmap as module
 from headwise.observe.heatmap import AttentionMap, heatmap
+from headwise.observe.picture import _pool
 
 L, S = 5, 7
 
@@ -188,7 +189,7 @@ def test_pooling_by_the_definition(tmp_path: Path, num_queries: int, num_keys: i
     for head, expected_LS in enumerate(expected):
         # Pooled rows keep their sum.
         torch.testing.assert_close(expected_LS.sum(1), torch.ones(len(expected_LS), dtype=torch.float64))
-        torch.testing.assert_close(module._pool(layer[head].double(), *sizes), expected_LS)
+        torch.testing.assert_close(_pool(layer[head].double(), *sizes), expected_LS)
         slack = (expected_LS * top).sqrt() / 254 + top / 254**2
         assert ((cells(picture, 0, head) - expected_LS).abs() <= slack).all()
     assert ("pooled" in picture["label"]) == (max(sizes) > 1)
