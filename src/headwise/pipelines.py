@@ -33,6 +33,7 @@ from headwise.observe.heatmap import AttentionMap, heatmap
 
 _BATCH = 32  # series a step, in training and after it
 _MOST_POSITIONS = 128  # longer series are cut into strides, as attention costs the square
+_SHORT = 64  # steps of series that one thread computes as fast as two
 _HELD_OUT = 0.2
 
 
@@ -356,7 +357,7 @@ def _fit(
     if epochs < 1:
         raise invalid(function, "epochs", "be at least 1", epochs)
     stride = -(-max(map(len, train.values)) // _MOST_POSITIONS)
-    with _few_threads(), torch.random.fork_rng(devices=[]):
+    with _threads_for(train), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # the CPU's alone: `torch.manual_seed` would reseed every GPU as well
         model = SequenceClassifier(
             len(train.class_names),
@@ -392,7 +393,7 @@ def _fit(
 
 def _logits(model: SequenceClassifier, series: Series) -> Tensor:
     """Logits of all series, (N, Y), a padded batch at a time."""
-    with _few_threads(), torch.inference_mode():
+    with _threads_for(series), torch.inference_mode():
         parts = [model(*pad(series.values[i : i + _BATCH])) for i in range(0, len(series), _BATCH)]
     return torch.cat(parts)
 
@@ -422,7 +423,7 @@ def _attention_maps(
     maps = []
     for index in indices:
         values_LX = series.values[index]
-        with _few_threads(), torch.inference_mode():
+        with _threads_for(series), torch.inference_mode():
             _, weights = model(values_LX[None], need_weights=True)
         said = f"predicted {model.class_names[int(logits_NY[index].argmax())]}"
         if series.labels is not None:
@@ -515,10 +516,11 @@ def _folder(function: str, path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _few_threads() -> Iterator[None]:
-    """Compute in one thread: as fast for batches this small, and several times faster on a busy machine."""
+def _threads_for(series: Series) -> Iterator[None]:
+    """Compute short series in one thread: as fast for batches this small, and several times faster on a busy machine."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    if max(map(len, series.values)) <= _SHORT:
+        torch.set_num_threads(1)
     try:
         yield
     finally:
