@@ -517,7 +517,7 @@ def _folder(function: str, path: Path) -> Iterator[None]:
 
 @contextmanager
 def _threads_for(series: Series) -> Iterator[None]:
-    """Compute short series in one thread: as fast for batches this small, and several times faster on a busy machine."""
+    """Compute short series in one thread: as fast for such batches, and several times faster on a busy machine."""
     before = torch.get_num_threads()
     if max(map(len, series.values)) <= _SHORT:
         torch.set_num_threads(1)
