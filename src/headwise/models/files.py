@@ -67,10 +67,18 @@ def save(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
         "weights": {"file": file_name, "sha256": digest},
     }
     folder.mkdir(parents=True, exist_ok=True)
-    with whole(folder / file_name) as part:
-        part.write_bytes(weights)
-    with whole(folder / "config.json") as part:
-        part.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    weights_file, config_file = folder / file_name, folder / "config.json"
+    is_new = not weights_file.exists()
+    try:
+        with whole(weights_file) as part:
+            part.write_bytes(weights)
+        with whole(config_file) as part:
+            part.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    except BaseException:
+        # Interrupted: weights that no config names are nobody's, unless the config got its name just before.
+        if is_new and not (config_file.is_file() and digest in config_file.read_text("utf-8", errors="replace")):
+            weights_file.unlink(missing_ok=True)
+        raise
     for other in folder.iterdir():
         if _WEIGHTS.fullmatch(other.name) and other.name != file_name:
             other.unlink()
