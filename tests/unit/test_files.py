@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,30 @@ def test_whole_without_anything_written(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError), whole(tmp_path / "a.txt"):
         pass
     assert list(tmp_path.iterdir()) == []
+
+
+def test_whole_follows_links_and_keeps_permissions(tmp_path: Path) -> None:
+    path, link = tmp_path / "a.txt", tmp_path / "link.txt"
+    path.write_text("old")
+    path.chmod(0o640)
+    link.symlink_to(path)
+    with whole(link) as part:
+        part.write_text("new")
+    assert link.is_symlink()
+    assert path.read_text() == "new"
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert sorted(tmp_path.iterdir()) == [path, link]
+
+
+def test_whole_writes_into_what_is_no_file(tmp_path: Path) -> None:
+    """A device must not be replaced by a file of its name."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        with whole(pipe) as part:
+            part.write_text("said")
+        assert os.read(reader, 10) == b"said"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()

@@ -239,12 +239,12 @@ def _harmless(query: Tensor, key: Tensor, value: Tensor, scale: float | None) ->
     tensors = (query, key, value)
     if not all(type(tensor) is Tensor and tensor.device.type == "cpu" for tensor in tensors):
         return False
-    if query.dtype == torch.float16 or not eager() or _len_torch_dispatch_stack():
+    if torch.float16 in (query.dtype, _score_dtype(query)) or not eager() or _len_torch_dispatch_stack():
         return False  # float16 overflows soon, in backward as well
-    # |q . k| <= |q| |k|, and half of the exponents is left to v's product with its gradient; a length that overflows
-    # is inf and fails, as NaN does.
+    # |q . k| <= |q| |k|. Room is left for a bias beside it, and for gradients; a length that overflows is inf and fails,
+    # as NaN does.
     q_length, k_length, v_length = (float(torch.linalg.vector_norm(tensor.detach())) for tensor in tensors)
-    return q_length * k_length * max(1.0, abs(scale or 0.0)) < 1e37 and v_length < 1e18
+    return q_length * k_length * max(1.0, abs(scale or 0.0)) < 1e30 and v_length < 1e10
 
 
 def _silence(keys: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -274,6 +274,30 @@ def test_hidden_keys_are_silenced_only_where_they_could_do_harm(spy: Spy, dtype:
     assert (spy.calls[1]["key"].data_ptr() == key.data_ptr()) == (dtype != torch.float16)
 
 
+def test_hidden_keys_are_silenced_where_autocast_makes_them_float16() -> None:
+    """float32 outside, float16 inside: what is harmless in the one is infinite in the other."""
+    query, key, value = torch.randn(3, B, H, S, K).unbind(0)
+    for tensor in (key, value):
+        tensor[1, :, 2:] = 1e6
+    mask = masks.padding([S, 2])
+    with torch.autocast("cpu", torch.float16):
+        found = attention(query, key, value, mask=mask)
+    key[1, :, 2:], value[1, :, 2:] = 0, 0
+    with torch.autocast("cpu", torch.float16):
+        assert torch.equal(found, attention(query, key, value, mask=mask))
+    assert found.isfinite().all()
+
+
+def test_gradients_of_a_row_without_keys_beside_a_bias_at_the_limit() -> None:
+    query, key = torch.full((1, 1, 2, 1), 1e16), torch.full((1, 1, 2, 1), -5e16)
+    inputs = [tensor.requires_grad_() for tensor in (query, key, torch.randn(1, 1, 2, 1))]
+    mask = masks.padding([0]) & masks.bias(torch.full((2, 2), torch.finfo(torch.float32).min))
+    for backend in ("sdpa", "plain"):
+        out = attention(*inputs, mask=mask, scale=1.0, backend=backend)
+        for found in (out, *torch.autograd.grad(out.sum(), inputs)):
+            assert torch.equal(found, torch.zeros_like(found))
+
+
 # What is put into which tensor at [1, 2, 5], a position that the mask hides; or the scale.
 HARM: dict[str, dict[str, float]] = {
     "NaN in a key": {"key": math.nan},
