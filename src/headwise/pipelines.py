@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import hashlib
 import json
 import os
 import re
@@ -82,6 +83,8 @@ class Evaluation:
         num_series: N.
         classes: one score for each class of the model.
         confusion: Y rows of Y counts: row the true class, column the predicted one.
+        num_learnt: how many of these series the model was trained on, as far as is known: the very file that
+            `train_classifier` was given is recognised, by its SHA-256.
     """
 
     accuracy: float
@@ -89,6 +92,7 @@ class Evaluation:
     num_series: int
     classes: tuple[ClassScore, ...]
     confusion: tuple[tuple[int, ...], ...]
+    num_learnt: int = 0
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,7 @@ class TrainResult:
 
     Attributes:
         evaluation: on the test data, measured once, after training.
-        tested_on: what that data was: "the test file" or "a fifth of the data, held out".
+        tested_on: what that data was: the test file, or "a fifth of each class, held out".
         parameters: the number of the model's trained values.
         epochs: passes over the training data.
         seconds: wall-clock time of the whole job.
@@ -121,7 +125,7 @@ class Prediction:
     """What a model says of one series.
 
     Attributes:
-        series: its name in the file, or its number counted from 0.
+        series: its name in the file, or its number counted from 0 where the file has no names.
         predicted: the class with the highest probability.
         probability: of that class, 0 to 1. A softmax of the logits: not calibrated.
         probabilities: of every class, by name.
@@ -162,16 +166,16 @@ def demo(
     train, test = japanese_vowels()
     with _folder("demo", output):
         model = _fit("demo", train, seed, epochs, progress)
-        written = _save_with_report(model, output / "model")
-        logits_NY = _logits(model, test)
-        again = _load_classifier("demo", written[0].parent)
-        if not torch.equal(_logits(again, test), logits_NY):
+        logits_NY = _logits("demo", model, test)
+        written = _save(model, output / "model")
+        again = _load_classifier("demo", output / "model")
+        if not torch.equal(_logits("demo", again, test), logits_NY):
             raise RuntimeError("demo: the model that was saved and loaded again gives other logits")
         # The longest utterance shows most, so it is the picture; the page has one utterance of each speaker.
         longest = max(range(len(test)), key=lambda index: len(test.values[index]))
         maps = _attention_maps(again, test, [longest, *_one_of_each_class(test)], logits_NY)
         pictures = heatmap(maps[0], output / "attention.png"), heatmap(maps, output / "attention.html")
-        return TrainResult(
+        result = TrainResult(
             evaluation=_score(model.class_names, logits_NY, test),
             tested_on="the official test split",
             parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -179,8 +183,10 @@ def demo(
             seconds=time.perf_counter() - started,
             seed=seed,
             num_train=len(train),
-            files=(*written, *pictures),
+            files=(),
         )
+        report = _report(result, output / "model", train, None)
+        return dataclasses.replace(result, files=(*written, report, *pictures))
 
 
 def train_classifier(
@@ -207,7 +213,7 @@ def train_classifier(
 
     Raises:
         ImportError: safetensors is missing; nothing was trained yet.
-        OSError: a file could not be written; a model that stood there before still does.
+        OSError: a file could not be written; the folder holds the old model or the new one.
         ValueError: a file is not as it should be (which one, where and the cure), there are no labels, fewer than two
             classes, nothing to hold out, `output` cannot be made, `seed` is not in [0, 2**63), `epochs` is less than 1,
             or the loss is no longer a number.
@@ -228,8 +234,9 @@ def train_classifier(
         epochs = max(30, -(-400 * _BATCH // len(train)))
     with _folder("train_classifier", output):
         model = _fit("train_classifier", train, seed, epochs, progress)
+        logits_NY = _logits("train_classifier", model, held_out)
         result = TrainResult(
-            evaluation=_score(model.class_names, _logits(model, held_out), held_out),
+            evaluation=_score(model.class_names, logits_NY, held_out),
             tested_on=tested_on,
             parameters=sum(parameter.numel() for parameter in model.parameters()),
             epochs=epochs,
@@ -238,7 +245,8 @@ def train_classifier(
             num_train=len(train),
             files=(),
         )
-        return dataclasses.replace(result, files=_save_with_report(model, output, result))
+        written = _save(model, output)
+        return dataclasses.replace(result, files=(*written, _report(result, output, train, data)))
 
 
 def evaluate(directory: str | os.PathLike[str], data: str | os.PathLike[str]) -> Evaluation:
@@ -257,50 +265,48 @@ def evaluate(directory: str | os.PathLike[str], data: str | os.PathLike[str]) ->
     """
     model = _load_classifier("evaluate", directory)
     series = _read_labelled("evaluate", data, model.class_names, model.channel_names)
-    return _score(model.class_names, _logits(model, series), series)
+    _same_time("evaluate", model, series, data)
+    scores = _score(model.class_names, _logits("evaluate", model, series), series)
+    return dataclasses.replace(scores, num_learnt=_num_learnt(Path(directory), data, len(series)))
 
 
-def predict(directory: str | os.PathLike[str], data: str | os.PathLike[str]) -> list[Prediction]:
+def predict(
+    directory: str | os.PathLike[str], data: str | os.PathLike[str], output: Path | None = None
+) -> list[Prediction]:
     """Name the class of each time series in a file.
 
     Args:
         directory: where `train_classifier` or `headwise.save` put the model.
         data: a .ts or .csv file with the channels of the training; labels are not needed and not used.
+        output: a file to write them to as CSV: series, predicted, probability, and a column `p(CLASS)` for each class.
 
     Returns:
         One prediction a series, in the file's order.
 
     Raises:
         ImportError: safetensors is missing.
-        ValueError: no model there, or a file that is not as it should be.
+        OSError: `output` could not be written; what stood there before still does.
+        ValueError: no model there, a file that is not as it should be, values so great that the model overflows, or an
+            `output` that is a folder or in none.
     """
+    if output is not None and (output.is_dir() or not output.parent.is_dir()):
+        raise invalid("predict", "output", "be a file in a folder that exists", output)
     model = _load_classifier("predict", directory)
     series = read_series(data, channel_names=model.channel_names)
+    _same_time("predict", model, series, data)
     predictions = []
-    for name, probability_Y in zip(series.names, _logits(model, series).softmax(-1).tolist(), strict=True):
+    probabilities_NY = _logits("predict", model, series).softmax(-1).tolist()
+    for name, probability_Y in zip(series.names, probabilities_NY, strict=True):
         by_name = dict(zip(model.class_names, probability_Y, strict=True))
         predicted = max(by_name, key=by_name.__getitem__)
         predictions.append(Prediction(name, predicted, by_name[predicted], by_name))
+    if output is not None:
+        with whole(output) as part, part.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(["series", "predicted", "probability", *(f"p({name})" for name in model.class_names)])
+            for one in predictions:
+                writer.writerow([one.series, one.predicted, one.probability, *one.probabilities.values()])
     return predictions
-
-
-def write_predictions(predictions: Sequence[Prediction], path: Path) -> Path:
-    """Write predictions as CSV: series, predicted, probability and a column for each class's probability.
-
-    Raises:
-        OSError: the file could not be written; what stood there before still does.
-        ValueError: there is nothing to write.
-    """
-    if not predictions:
-        raise invalid("write_predictions", "predictions", "hold at least one", "none")
-    with whole(path) as part, part.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(
-            ["series", "predicted", "probability", *(f"p({name})" for name in predictions[0].probabilities)]
-        )
-        for one in predictions:
-            writer.writerow([one.series, one.predicted, one.probability, *one.probabilities.values()])
-    return path
 
 
 def draw_attention(
@@ -316,8 +322,8 @@ def draw_attention(
         directory: where `train_classifier` or `headwise.save` put the model.
         data: a .ts or .csv file with the channels of the training; labels are shown if there are any.
         output: the folder for `attention.html`, one page of all of them, and `attention-NAME.png`, one of each.
-        series: names of the series, as the file has them or counted from 0. None given: the first of each class if the
-            file has labels, else the first; six at most.
+        series: names of the series; where the file has none, their numbers counted from 0. None given: the first of
+            each class if the file has labels, else the first; six at most.
 
     Returns:
         What was written, the page first.
@@ -338,13 +344,19 @@ def draw_attention(
     if not indices:
         indices = ([0] if given.labels is None else _one_of_each_class(given))[:6]
     chosen = given.subset(indices)
-    maps = _attention_maps(model, chosen, range(len(chosen)), _logits(model, chosen))
+    _same_time("draw_attention", model, given, data)
+    maps = _attention_maps(model, chosen, range(len(chosen)), _logits("draw_attention", model, chosen))
     with _folder("draw_attention", output):
         files = [heatmap(maps, output / "attention.html")]
-        for index, one in zip(indices, maps, strict=True):
-            safe = re.sub(r"[^A-Za-z0-9._-]+", "_", given.names[index])[:60]
-            path = output / f"attention-{safe}.png"
-            files.append(heatmap(one, path if path not in files else output / f"attention-{safe}-{index}.png"))
+        taken: set[str] = set()
+        for name, one in zip(chosen.names, maps, strict=True):
+            safe = unique = re.sub(r"[^A-Za-z0-9._-]+", "_", name)[:60]
+            number = 1
+            while unique.lower() in taken:  # some file systems do not tell A from a
+                number += 1
+                unique = f"{safe}-{number}"
+            taken.add(unique.lower())
+            files.append(heatmap(one, output / f"attention-{unique}.png"))
     return tuple(files)
 
 
@@ -366,6 +378,8 @@ def _fit(
             stride=stride,
             class_names=train.class_names,
             channel_names=train.channel_names,
+            interval=train.interval,
+            unit=train.unit,
         )
         assert isinstance(model.embedding, SeriesEmbedding)
         model.embedding.fit_scale(train.values)
@@ -391,11 +405,21 @@ def _fit(
     return model.eval()
 
 
-def _logits(model: SequenceClassifier, series: Series) -> Tensor:
-    """Logits of all series, (N, Y), a padded batch at a time."""
+def _logits(function: str, model: SequenceClassifier, series: Series) -> Tensor:
+    """Logits of all series, (N, Y), a padded batch at a time.
+
+    Raises:
+        ValueError: a series overflows in the model; NaN would be counted as the first class.
+    """
     with _threads_for(series), torch.inference_mode():
         parts = [model(*pad(series.values[i : i + _BATCH])) for i in range(0, len(series), _BATCH)]
-    return torch.cat(parts)
+    logits_NY = torch.cat(parts)
+    if not logits_NY.isfinite().all():
+        index = int((~logits_NY.isfinite()).any(1).nonzero()[0])
+        greatest = float(series.values[index].abs().max())
+        rule = f"hold values that the model can compute with; series {series.names[index]!r} overflows"
+        raise invalid(function, "data", rule, f"values up to {greatest:g} there")
+    return logits_NY
 
 
 def _score(class_names: Sequence[str], logits_NY: Tensor, series: Series) -> Evaluation:
@@ -458,7 +482,7 @@ def _split(series: Series, seed: int) -> tuple[Series, Series]:
         number = max(round(_HELD_OUT * len(members_N)), 1) if len(members_N) > 1 else 0
         held_out.update(members_N[torch.randperm(len(members_N), generator=generator)[:number]].tolist())
     if not held_out:
-        rule = "hold a class with at least two series, so that one can be held out; or give a test file"
+        rule = "hold a class with at least two series, so that one can be held out; or give a test file (--test FILE)"
         raise invalid("train_classifier", "data", rule, f"{len(series)} series, each of its own class")
     kept = [index for index in range(len(series)) if index not in held_out]
     return series.subset(kept), series.subset(sorted(held_out))
@@ -481,18 +505,47 @@ def _load_classifier(function: str, directory: str | os.PathLike[str]) -> Sequen
     return model
 
 
-def _save_with_report(
-    model: SequenceClassifier, directory: Path, result: TrainResult | None = None
-) -> tuple[Path, ...]:
-    save(model, directory)
-    config = directory / "config.json"
-    files = (config, directory / json.loads(config.read_text(encoding="utf-8"))["weights"]["file"])
-    if result is None:
-        return files
-    report = directory / "report.json"
-    with whole(report) as part:
-        part.write_text(json.dumps(dataclasses.asdict(result), default=str, indent=2) + "\n", encoding="utf-8")
-    return (*files, report)
+def _same_time(function: str, model: SequenceClassifier, series: Series, data: str | os.PathLike[str]) -> None:
+    """Hold that a step is as long as it was in training; the model sees steps, and would not notice."""
+    (one, unit), (other, other_unit) = (model.config["interval"], model.config["unit"]), (series.interval, series.unit)
+    if "step" not in (unit, other_unit) and (unit != other_unit or abs(one - other) > 0.01 * one):
+        rule = f"have a row each {one:g} {unit}, as in training; resample it, or drop the time column"
+        raise invalid(function, "data", rule, f"{other:g} {other_unit}, in {data}")
+
+
+def _save(model: SequenceClassifier, directory: Path) -> tuple[Path, Path]:
+    """Save, and name the two files."""
+    config = save(model, directory) / "config.json"
+    return config, directory / json.loads(config.read_text(encoding="utf-8"))["weights"]["file"]
+
+
+def _report(result: TrainResult, directory: Path, train: Series, data: str | os.PathLike[str] | None) -> Path:
+    """Write what `evaluate` and a person want to know of a training beside the model that came of it."""
+    report = dataclasses.asdict(result)
+    del report["files"]
+    weights = json.loads((directory / "config.json").read_text(encoding="utf-8"))["weights"]["file"]
+    report |= {"weights": weights, "data": None if data is None else os.fspath(data)}
+    report |= {"data_sha256": None if data is None else _sha256(data), "trained_on": list(train.names)}
+    path = directory / "report.json"
+    with whole(path) as part:
+        part.write_text(json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    return path
+
+
+def _num_learnt(directory: Path, data: str | os.PathLike[str], num_series: int) -> int:
+    """How many of the file's series were trained on, if the report tells: a report of other weights does not."""
+    try:
+        report = json.loads((directory / "report.json").read_text(encoding="utf-8"))
+        weights = json.loads((directory / "config.json").read_text(encoding="utf-8"))["weights"]["file"]
+        known = report["weights"] == weights and report["data_sha256"] == _sha256(data)
+        return min(len(report["trained_on"]), num_series) if known else 0
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0  # models that `headwise.save` wrote have none
+
+
+def _sha256(path: str | os.PathLike[str]) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextmanager

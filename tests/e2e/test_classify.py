@@ -108,6 +108,7 @@ def test_own_csv_from_training_to_pictures(trained: Path, capsys: pytest.Capture
 
     argv = ("heatmap", trained / "model", "--data", unlabelled, "--series", "s3", "--series", "s8")
     files = run_json(capsys, *argv, "--output", trained / "maps")["files"]
+    assert report["trained_on"] == [name for name, _, _ in made(1, 80)]
     assert [Path(file).name for file in files] == ["attention.html", "attention-s3.png", "attention-s8.png"]
     assert set(files) == {str(path) for path in (trained / "maps").iterdir()}
     for file in files[1:]:
@@ -181,16 +182,35 @@ def test_long_series_are_cut_into_strides(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_names_make_safe_and_different_files(trained: Path, tmp_path: Path) -> None:
-    rows = [("../a b", "up", made(1)[0][2]), ("../a/b", "up", made(1)[1][2]), ("日本", "up", made(1)[2][2])]
+    names = ["../a b", ".._a_b-2", "../a/b", "日本", "../A b"]
+    rows = [(name, "up", made(1)[index][2]) for index, name in enumerate(names)]
     data = write_csv(tmp_path / "odd.csv", rows)
     files = pipelines.draw_attention(trained / "model", data, tmp_path / "maps", series=[row[0] for row in rows])
     assert [path.name for path in files] == [
         "attention.html",
         "attention-.._a_b.png",
-        "attention-.._a_b-1.png",
+        "attention-.._a_b-2.png",
+        "attention-.._a_b-3.png",
         "attention-_.png",
+        "attention-.._A_b-4.png",
     ]
     assert {path.parent for path in files} == {tmp_path / "maps"}
+
+
+def test_evaluate_knows_the_file_it_learnt(trained: Path, tmp_path: Path) -> None:
+    assert pipelines.evaluate(trained / "model", trained / "train.csv").num_learnt == 80
+    assert pipelines.evaluate(trained / "model", trained / "test.csv").num_learnt == 0
+    (tmp_path / "renamed.csv").write_bytes((trained / "train.csv").read_bytes())
+    assert pipelines.evaluate(trained / "model", tmp_path / "renamed.csv").num_learnt == 80
+    # A report of another model says nothing of this one, and neither does none.
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "report.json").write_bytes((trained / "model" / "report.json").read_bytes())
+    headwise.save(headwise.SequenceClassifier(2, num_channels=2, class_names=["down", "up"]), tmp_path / "model")
+    with pytest.raises(ValueError, match="channel"):
+        pipelines.evaluate(tmp_path / "model", trained / "train.csv")
+    names = {"class_names": ["down", "up"], "channel_names": ["acc", "pressure"]}
+    headwise.save(headwise.SequenceClassifier(2, num_channels=2, **names), tmp_path / "model")
+    assert pipelines.evaluate(tmp_path / "model", trained / "train.csv").num_learnt == 0
 
 
 # --- Broken input: a clear line, code 2, nothing written --------------------------------------------------------------
@@ -233,7 +253,7 @@ def test_broken_input_is_one_clear_line_and_writes_nothing(
     out, err = capsys.readouterr()
     assert out == ""
     line, *example = [line for line in err.splitlines() if line]
-    assert re.search(r"^headwise: \w+: .*" + message, line), line
+    assert re.search(r"^headwise: .*" + message, line), line
     assert bool(example) == (name == "wrong header")  # which shows what a header looks like
     assert [path.name for path in tmp_path.iterdir()] == [file]
 
@@ -256,6 +276,24 @@ def unknown_label(folder: Path) -> tuple[object, ...]:
     return ("evaluate", folder / "model", "--data", path)
 
 
+def other_rate(folder: Path) -> tuple[object, ...]:
+    path = folder / "rate.csv"
+    path.write_text("series,time (ms),acc,pressure\ns0,0,1,3\ns0,10,1,3\ns0,20,1,3\n")
+    return ("predict", folder / "model", "--data", path)
+
+
+def other_unit(folder: Path) -> tuple[object, ...]:
+    path = folder / "unit.csv"
+    path.write_text("series,time (s),label,acc,pressure\ns0,0,up,1,3\ns0,0.02,up,1,3\ns0,0.04,up,1,3\n")
+    return ("evaluate", folder / "model", "--data", path)
+
+
+def overflowing(folder: Path) -> tuple[object, ...]:
+    path = folder / "huge.csv"
+    path.write_text("series,label,acc,pressure\ngood,up,1,3\nbad,up,3e38,-3e38\n")
+    return ("evaluate", folder / "model", "--data", path)
+
+
 def no_labels(folder: Path) -> tuple[object, ...]:
     path = write_csv(folder / "bare.csv", made(1), labelled=False)
     return ("evaluate", folder / "model", "--data", path)
@@ -265,21 +303,32 @@ MISUSED: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
     "missing channel": (without_channel, r"short\.csv, line 1: .*pressure"),
     "renamed channel": (renamed_channel, r"renamed\.csv, line 1: .*pressure.*depth|depth.*pressure"),
     "unknown label": (unknown_label, r"label\.csv, line 2: .*'left'"),
-    "no labels": (no_labels, r"evaluate: data must hold a label for each series"),
+    "other rate": (other_rate, r"data must have a row each 20 ms, as in training; .*got 10 ms, in .*rate\.csv"),
+    "other unit": (other_unit, r"data must have a row each 20 ms, as in training; .*got 0\.02 s, in .*unit\.csv"),
+    "overflowing": (overflowing, r"data must hold values that the model can .* series 'bad' overflows; got .* 3e\+38"),
+    "no folder for the predictions": (
+        lambda folder: ("predict", folder / "model", "--data", folder / "test.csv", "--output", folder / "x" / "y.csv"),
+        r"output must be a file in a folder that exists; got .*y\.csv",
+    ),
+    "predictions into a folder": (
+        lambda folder: ("predict", folder / "model", "--data", folder / "test.csv", "--output", folder / "model"),
+        r"output must be a file in a folder that exists; got .*model",
+    ),
+    "no labels": (no_labels, r"data must hold a label for each series"),
     "no model": (
         lambda folder: ("predict", folder, "--data", folder / "test.csv"),
-        r"load: directory must be the folder of a saved model .*no config\.json",
+        r"directory must be the folder of a saved model .*no config\.json",
     ),
     "unknown series": (
         lambda folder: (
             *("heatmap", folder / "model", "--data", folder / "test.csv"),
             *("--series", "s3", "--series", "x", "--output", folder / "out"),
         ),
-        r"draw_attention: series must be names of the 40 series in .*'s0' to 's39'; got \['x'\]",
+        r"series must be names of the 40 series in .*'s0' to 's39'; got \['x'\]",
     ),
     "output is a file": (
         lambda folder: ("heatmap", folder / "model", "--data", folder / "test.csv", "--output", folder / "test.csv"),
-        r"draw_attention: output must be a folder that can be made; got .*test\.csv",
+        r"output must be a folder that can be made; got .*test\.csv",
     ),
 }
 

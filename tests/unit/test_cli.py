@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -100,15 +103,24 @@ def test_a_training_prints_the_result_and_what_to_do_next(calls: Calls, capsys: 
     assert _run("demo", "--output", "some where", "--seed", "3") == 0
     assert calls == [("demo", (Path("some where"),), {"seed": 3})]
     out, err = capsys.readouterr()
-    for expected in ("75.0% (3 of 4 series)", "50.0%, if each", "the official test split", "101,513", "12.3", "seed 3"):
+    for expected in (
+        "75.0% (3 of 4 series)",
+        "50.0%, always the most frequent",
+        "the official test split",
+        "101,513",
+        "12.3 s",
+        "seed 3",
+    ):
         assert expected in out
-    assert "file written  some where/attention.png\n" in out
+    assert "wrote         some where/attention.png\n" in out
+    assert "saved model   loaded again, gives the same numbers to the bit" in out
+    assert "Next: open some where/attention.html" in out
     assert "headwise train classify --data YOURS.csv" in out
     rows = [line.split() for line in out.splitlines()]
     assert ["walk[red]", "2", "1", "50.0%", "100.0%"] in rows
     assert ["no", "0", "0", "-", "-"] in rows
-    assert "1/2 epochs, loss 0.613, accuracy in training 50.0%" in err
-    assert "0.613" not in out
+    assert "1/2 epochs, accuracy in training 50.0%" in err
+    assert "epochs, accuracy" not in out
 
 
 @pytest.mark.parametrize(
@@ -134,17 +146,72 @@ def test_evaluate(calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
     assert "tested on" not in out
 
 
-def test_predict(calls: Calls, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run(*JOBS["predict"][1], "--output", str(tmp_path / "p.csv")) == 0
-    assert calls == [("predict", (Path("model"), Path("a.csv")), {})]
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+@pytest.mark.parametrize("output", [None, "p.csv"])
+def test_predict(output: str | None, calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run(*JOBS["predict"][1], *(["--output", output] if output else [])) == 0
+    assert calls == [("predict", (Path("model"), Path("a.csv"), output and Path(output)), {})]
+    out = capsys.readouterr().out
+    rows = [line.split() for line in out.splitlines()]
     assert ["gait[1]", "walk", "90.0%"] in rows
     assert ["b", "rest", "60.0%"] in rows
-    assert (tmp_path / "p.csv").read_text("utf-8").splitlines() == [
-        "series,predicted,probability,p(walk),p(rest)",
-        "gait[1],walk,0.9,0.9,0.1",
-        "b,rest,0.6,0.4,0.6",
-    ]
+    assert ("wrote         p.csv\n" in out) == (output is not None)
+
+
+def test_evaluate_says_what_was_learnt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(pipelines, "evaluate", lambda *_: dataclasses.replace(SCORES, num_learnt=3))
+    assert _run(*JOBS["evaluate"][1]) == 0
+    assert "Note: 3 of these 4 series were trained on" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("width", ["20", "80"])
+def test_no_column_is_lost_to_long_names(
+    width: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", width)
+    names = [f"{'a' * 120}{i}" for i in range(2)]
+    given = [Prediction(name, "b" * 150, 0.75, {"b" * 150: 0.75}) for name in names]
+    monkeypatch.setattr(pipelines, "predict", lambda *_: given)
+    assert _run(*JOBS["predict"][1]) == 0
+    out = capsys.readouterr().out
+    for name in names:
+        assert [name, "b" * 150, "75.0%"] in [line.split() for line in out.splitlines()]
+
+
+def test_names_do_not_steer_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    given = [Prediction("\x1b[31mred\nblue", "walk", 0.75, {"walk": 0.75})]
+    monkeypatch.setattr(pipelines, "predict", lambda *_: given)
+    assert _run(*JOBS["predict"][1]) == 0
+    assert "\\x1b[31mred\\nblue" in capsys.readouterr().out
+
+
+def test_a_closed_pipe_is_no_error() -> None:
+    """`headwise predict ... | head`, without a word."""
+    program = (
+        "import sys; from headwise import cli, pipelines\n"
+        "from headwise.pipelines import Prediction\n"
+        "pipelines.predict = lambda *_: [Prediction(str(i), 'walk', 0.75, {'walk': 0.75}) for i in range(20_000)]\n"
+        "cli.main(['predict', 'model', '--data', 'a.csv'])"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(10)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 0
+
+
+def test_what_the_terminal_cannot_say_is_spelled_out() -> None:
+    program = (
+        "from headwise import cli, pipelines\n"
+        "from headwise.pipelines import Prediction\n"
+        "pipelines.predict = lambda *_: [Prediction('歩', '歩く', 0.75, {'歩く': 0.75})]\n"
+        "cli.main(['predict', 'model', '--data', 'a.csv'])"
+    )
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert b"\\u6b69\\u304f" in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -154,7 +221,7 @@ def test_predict(calls: Calls, tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_heatmap(more: list[str], output: str, series: Any, calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run(*JOBS["heatmap"][1], *more) == 0
     assert calls == [("draw_attention", (Path("model"), Path("a.csv"), Path(output)), {"series": series})]
-    assert capsys.readouterr().out == "file written  x y/attention.html\n"
+    assert capsys.readouterr().out == "wrote         x y/attention.html\n"
 
 
 def test_demo_defaults(calls: Calls) -> None:
@@ -182,6 +249,7 @@ def test_json_is_all_there_is(
             {"name": "no", "num_series": 0, "num_right": 0, "recall": None, "precision": None},
         ],
         "confusion": [[1, 1, 0], [0, 2, 0], [0, 0, 0]],
+        "num_learnt": 0,
     }
     expected = {
         "evaluate": scores,
@@ -229,10 +297,10 @@ def test_bad_usage_exits_2(argv: list[str], calls: Calls, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
-        (ValueError("demo: output must be a folder"), 2, "demo: output must be a folder"),
-        (ImportError("pip install 'headwise[observe]'"), 2, "pip install 'headwise[observe]'"),
+        (ValueError("demo: output must be a folder"), 2, "output must be a folder"),
+        (ImportError("headwise needs x; pip install 'headwise[y]'"), 2, "needs x; pip install 'headwise[y]'"),
         (OSError("No space left on device"), 1, "a file could not be read or written: No space left on device"),
-        (KeyboardInterrupt(), 130, "interrupted; what was to be written has not been"),
+        (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )
 @pytest.mark.parametrize("command", JOBS)

@@ -1,5 +1,9 @@
 """The `headwise` command: a thin shell over `headwise.pipelines`, drawn with the `cli` extra's libraries."""
 
+import io
+import os
+import re
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +28,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         SystemExit: always: 0 done, 1 a file could not be written, 2 wrong usage, wrong input or no extra, 130
             interrupted.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a name that a terminal cannot show is no reason to fail
     with _one_line_errors():
         app = _app()
     app(args=argv, prog_name="headwise")
@@ -34,15 +41,28 @@ def _one_line_errors() -> Iterator[None]:
     """What a user or a disk can do wrong ends in one line and a code, not in a traceback."""
     try:
         yield
+        sys.stdout.flush()
         return
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python's own flush at the end would fail
+        raise SystemExit(0) from None
     except (ImportError, ValueError) as error:
-        message, code = str(error), 2
+        # The function's name in front is for those who call it.
+        message, code = re.sub(r"^(headwise|\w+:) ", "", str(error)), 2
     except OSError as error:
         message, code = f"a file could not be read or written: {error}", 1
     except KeyboardInterrupt:
-        message, code = "interrupted; what was to be written has not been", 130
+        message, code = "interrupted", 130
     print(f"headwise: {message}", file=sys.stderr)
     raise SystemExit(code)
+
+
+def _program() -> str:
+    """How the user can call this program again: by its name, if a shell finds it so."""
+    program, found = Path(sys.argv[0]), shutil.which("headwise")
+    if program.name != "headwise" or (found is not None and Path(found).resolve() == program.resolve()):
+        return "headwise"
+    return str(program)
 
 
 def _app() -> Any:
@@ -54,7 +74,7 @@ def _app() -> Any:
         return typer.Option(*names, help=text, **rules)
 
     # Words that several commands share.
-    data = option("Labelled time series, .ts or .csv as above.", "--data", show_default=False)
+    data = option("Labelled time series, .ts or .csv.", "--data", show_default=False)
     unlabelled = option("Time series, .ts or .csv, with the channels of the training.", "--data", show_default=False)
     model = typer.Argument(help="Folder of a trained model.", show_default=False, metavar="DIR")
     seed = option("Decides everything random.", "--seed", min=0, max=2**63 - 1)
@@ -90,8 +110,9 @@ def _app() -> Any:
         show.training(result, as_json)
         if not as_json:
             print(
-                "\nNext: open attention.html in a browser, then run the same on your own recordings:\n"
-                "  headwise train classify --data YOURS.csv --output my-model"
+                "saved model   loaded again, gives the same numbers to the bit\n"
+                f"\nNext: open {output / 'attention.html'} in a browser, then train on your own recordings:\n"
+                f"  {_program()} train classify --data YOURS.csv --output my-model"
             )
 
     def classify(
@@ -124,14 +145,14 @@ def _app() -> Any:
         if not as_json:
             print(
                 f"\nNext: see what it attends to, or let it name new series (no labels needed):\n"
-                f"  headwise heatmap {output} --data {test or data} --output my-heatmaps\n"
-                f"  headwise predict {output} --data NEW.csv"
+                f"  {_program()} heatmap {output} --data {test or data} --output my-heatmaps\n"
+                f"  {_program()} predict {output} --data NEW.csv"
             )
 
     def evaluate(
         model: Annotated[Path, model], data: Annotated[Path, data], as_json: Annotated[bool, as_json] = False
     ) -> None:
-        """Test a trained model on labelled time series."""
+        """Test a trained model on labelled time series that it was not trained on."""
         show.evaluation(pipelines.evaluate(model, data), as_json)
 
     def predict(
@@ -141,10 +162,8 @@ def _app() -> Any:
         as_json: Annotated[bool, as_json] = False,
     ) -> None:
         """Name the class of each time series."""
-        predictions = pipelines.predict(model, data)
-        show.predictions(predictions, as_json)
+        show.predictions(pipelines.predict(model, data, output), as_json)
         if output is not None:
-            pipelines.write_predictions(predictions, output)
             show.files((output,), as_json)
 
     def heatmap(
@@ -154,7 +173,7 @@ def _app() -> Any:
         series: Annotated[
             list[str] | None,
             option(
-                "Name of a series to draw, as the file has it or counted from 0; may be given again. "
+                "Name of a series to draw; in .ts and wide .csv its number, counted from 0. May be given again. "
                 "Default: the first of each class, six at most.",
                 "--series",
             ),

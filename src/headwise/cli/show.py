@@ -10,28 +10,34 @@ from pathlib import Path
 from typing import Any
 
 from headwise._checks import need
+from headwise.observe.picture import plain
 from headwise.pipelines import Evaluation, Prediction, Progress, TrainResult
 
 
 @contextmanager
 def progress(silent: bool) -> Iterator[Callable[[Progress], None]]:
-    """Show a bar and a live line of loss and accuracy; gives what is to be called after each epoch."""
+    """Show a bar and a live line of the accuracy; gives what is to be called after each epoch."""
     console, bars = need("rich.console", "cli"), need("rich.progress", "cli")
     columns = (
         "training",
         bars.BarColumn(),
         bars.MofNCompleteColumn(),
-        "epochs, loss {task.fields[loss]:.3f}, accuracy in training {task.fields[accuracy]:.1%}",
+        "epochs, accuracy in training {task.fields[accuracy]:.1%}",
         bars.TimeRemainingColumn(),
     )
     # On stderr: stdout holds the result alone.
-    with bars.Progress(*columns, console=console.Console(stderr=True), disable=silent) as bar:
-        task = bar.add_task("", total=None, visible=False, loss=0.0, accuracy=0.0)
+    bar = bars.Progress(*columns, console=console.Console(stderr=True), disable=silent)
+    task = bar.add_task("", total=None, accuracy=0.0)
 
-        def update(now: Progress) -> None:
-            bar.update(task, total=now.epochs, completed=now.epoch, visible=True, loss=now.loss, accuracy=now.accuracy)
+    def update(now: Progress) -> None:
+        bar.start()  # not before: a job that is refused shows its one line and no bar
+        bar.update(task, total=now.epochs, completed=now.epoch, accuracy=now.accuracy)
 
+    try:
         yield update
+    finally:
+        if bar.live.is_started:
+            bar.stop()
 
 
 def training(result: TrainResult, as_json: bool) -> None:
@@ -44,7 +50,7 @@ def training(result: TrainResult, as_json: bool) -> None:
     _rows(
         ("trained on", f"{result.num_train} series, {result.epochs} epochs, seed {result.seed}"),
         ("parameters", f"{result.parameters:,}"),
-        ("seconds", f"{result.seconds:.1f}"),
+        ("took", f"{result.seconds:.1f} s"),
     )
     files(result.files, False)
 
@@ -57,14 +63,19 @@ def evaluation(scores: Evaluation, as_json: bool, tested_on: str | None = None) 
     num_right = sum(score.num_right for score in scores.classes)
     _rows(
         ("accuracy", f"{scores.accuracy:.1%} ({num_right} of {scores.num_series} series)"),
-        ("most frequent class", f"{scores.majority:.1%}, if each were named so"),
+        ("by guessing", f"{scores.majority:.1%}, always the most frequent class"),
         *([("tested on", tested_on)] if tested_on else []),
     )
+    if scores.num_learnt:
+        print(
+            f"\nNote: {scores.num_learnt} of these {scores.num_series} series were trained on, so this is not the\n"
+            "      accuracy on new ones; that is the one that the training printed."
+        )
     tables, boxes = need("rich.table", "cli"), need("rich.box", "cli")
     table = tables.Table(box=boxes.SIMPLE)
-    table.add_column("class", no_wrap=True, overflow="ellipsis")
+    table.add_column("class", overflow="fold")
     for column in ("series", "right", "recall", "precision"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True, min_width=len(column))
     for score in scores.classes:
         shares = ("-" if share is None else f"{share:.1%}" for share in (score.recall, score.precision))
         table.add_row(_plain(score.name), str(score.num_series), str(score.num_right), *shares)
@@ -79,8 +90,8 @@ def predictions(given: Sequence[Prediction], as_json: bool) -> None:
     tables, boxes = need("rich.table", "cli"), need("rich.box", "cli")
     table = tables.Table(box=boxes.SIMPLE)
     for column in ("series", "predicted"):
-        table.add_column(column, no_wrap=True, overflow="ellipsis")
-    table.add_column("probability", justify="right")
+        table.add_column(column, overflow="fold")
+    table.add_column("probability", justify="right", no_wrap=True, min_width=len("probability"))
     for one in given:
         table.add_row(_plain(one.series), _plain(one.predicted), f"{one.probability:.1%}")
     _print(table)
@@ -91,13 +102,13 @@ def files(paths: Sequence[Path], as_json: bool, alone: bool = False) -> None:
     if not as_json:
         # Not in a table: that would break a long path, which is to be copied in one piece.
         for path in paths:
-            print(f"file written  {path}")
+            print(f"wrote         {path}")
     elif alone:
         _json({"files": paths})
 
 
 def _json(value: Any) -> None:
-    print(json.dumps(value, default=str, ensure_ascii=False))
+    print(json.dumps(value, default=str, allow_nan=False))
 
 
 def _rows(*rows: tuple[str, str]) -> None:
@@ -107,9 +118,12 @@ def _rows(*rows: tuple[str, str]) -> None:
 
 
 def _plain(text: str) -> Any:
-    """Text from a file as it is: rich would read [brackets] in it as markup."""
-    return need("rich.text", "cli").Text(text)
+    """Text from a file as it is: not as rich's markup, and without letters that would steer the terminal."""
+    return need("rich.text", "cli").Text(plain(text, 10**6))
 
 
 def _print(table: Any) -> None:
-    need("rich.console", "cli").Console().print(table)
+    console = need("rich.console", "cli").Console()
+    if not console.is_terminal:
+        console.width = 10**4  # nothing to fit into: a table in a pipe is as wide as it needs to be
+    console.print(table)

@@ -241,8 +241,7 @@ def _harmless(query: Tensor, key: Tensor, value: Tensor, scale: float | None) ->
         return False
     if torch.float16 in (query.dtype, _score_dtype(query)) or not eager() or _len_torch_dispatch_stack():
         return False  # float16 overflows soon, in backward as well
-    # |q . k| <= |q| |k|. Room is left for a bias beside it, and for gradients; a length that overflows is inf and fails,
-    # as NaN does.
+    # |q . k| <= |q| |k|. Room is left for a bias beside it and for gradients; a length that overflows fails, as inf.
     q_length, k_length, v_length = (float(torch.linalg.vector_norm(tensor.detach())) for tensor in tensors)
     return q_length * k_length * max(1.0, abs(scale or 0.0)) < 1e30 and v_length < 1e10
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from headwise._checks import invalid, kind_of
 from headwise.core.masks import Mask
 from headwise.core.multihead import MultiheadAttention
-from headwise.layers.feedforward import Activation, FeedForward, Norm, make_norm
+from headwise.layers.feedforward import Activation, FeedForward, Norm, check_dropout, make_norm
 
 
 class EncoderBlock(FeedForward):
@@ -46,6 +46,10 @@ class EncoderBlock(FeedForward):
 
     Children, named as those of `torch.nn.TransformerEncoderLayer`: `self_attn`, `linear1`, `linear2`, `norm1`, `norm2`,
     `dropout`, `dropout1`, `dropout2`, and `linear3` with SwiGLU. All of them are called, in train and in eval.
+
+    Unlike torch's layer: batch first, pre-norm and GELU by default; `dropout` is the third argument and 0 by default,
+    the inner width is `feedforward_dim`. A checkpoint of a stock layer wants `activation="relu", norm_first=False` and
+    its `feedforward_dim`. NaN in padding stays there, and eval runs the same code as training.
 
     Cost: 8*B*L*D^2 + 4*B*L^2*D + 4*B*L*D*M FLOPs forward, 6*B*L*D*M in place of the last with SwiGLU.
     Source: arXiv 1706.03762 section 3.1; norm_first: arXiv 2002.04745.
@@ -79,6 +83,7 @@ class EncoderBlock(FeedForward):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_dropout("EncoderBlock", dropout)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.norm_first = norm_first
         if attention is None:

@@ -41,8 +41,6 @@ class FeedForward(nn.Module):
             feedforward_dim = 8 * embed_dim // 3 if gated else 4 * embed_dim  # as many weights in both forms
         if isinstance(feedforward_dim, bool) or not isinstance(feedforward_dim, int) or feedforward_dim < 1:
             raise invalid(name, "feedforward_dim", "be an int of at least 1", repr(feedforward_dim))
-        if not 0.0 <= dropout <= 1.0:  # torch's Dropout takes NaN
-            raise invalid(name, "dropout", "be in [0, 1]", dropout)
         self.linear1 = nn.Linear(embed_dim, feedforward_dim, **factory)
         self.dropout = nn.Dropout(dropout)
         self.linear2 = nn.Linear(feedforward_dim, embed_dim, **factory)
@@ -56,6 +54,12 @@ class FeedForward(nn.Module):
             hidden_BLM = hidden_BLM * self.linear3(x_BLD)
         out_BLD: Tensor = self.linear2(self.dropout(hidden_BLM))
         return out_BLD
+
+
+def check_dropout(name: str, dropout: float) -> None:
+    """Refuse what is no probability: torch's Dropout takes NaN, and torch's layers have the width in its place."""
+    if not 0.0 <= dropout <= 1.0:
+        raise invalid(name, "dropout", "be in [0, 1]; the inner width is feedforward_dim", dropout)
 
 
 def make_norm(name: str, norm: Norm, embed_dim: int, eps: float, bias: bool, **factory: Any) -> nn.Module:

@@ -6,6 +6,7 @@ Y classes.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -22,6 +23,14 @@ from headwise.layers.positions import sinusoids
 _CAST_BY_AUTOCAST = (torch.float32, torch.bfloat16, torch.float16)
 _NAME = "SequenceClassifier"
 _NOT_SAVED = ("self", "device", "dtype", "__class__")
+_EITHER = ("num_channels", "vocab_size")
+_SIZES = ("num_classes", *_EITHER, "embed_dim", "num_heads", "num_layers", "kernel_size", "stride")
+_CHOICES = {
+    "activation": ("gelu", "relu", "swiglu"),
+    "norm": ("layernorm", "rmsnorm"),
+    "norm_first": (True, False),
+    "pooling": ("mean", "max"),
+}
 
 
 class SequenceClassifier(nn.Module):
@@ -46,6 +55,9 @@ class SequenceClassifier(nn.Module):
         pooling: "mean" or "max" over the real positions.
         class_names: Y different names. Left out: "0", "1" and so on.
         channel_names: X different names. Left out: "1", "2" and so on.
+        interval: the time from one step to the next in the training data, in `unit`; kept with the model, not computed
+            with.
+        unit: of `interval`: "ms", or "step" where the time is not known.
         device: of the parameters. None: torch's default.
         dtype: of the parameters. None: torch's default.
 
@@ -88,44 +100,48 @@ class SequenceClassifier(nn.Module):
         pooling: Literal["mean", "max"] = "mean",
         class_names: Sequence[str] = (),
         channel_names: Sequence[str] = (),
+        interval: float = 1.0,
+        unit: str = "step",
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         # What `headwise.save` writes and `headwise.load` builds the model from; first, before anything else has a name.
         arguments = {name: value for name, value in locals().items() if name not in _NOT_SAVED}
         super().__init__()
-        _check_sizes(arguments)
-        self.num_channels, self.vocab_size, self.stride, self.pooling = num_channels, vocab_size, stride, pooling
-        self.class_names = _names("class_names", class_names, num_classes, 0)
-        self.channel_names = _names("channel_names", channel_names, num_channels or 0, 1)
-        self.config = {**arguments, "class_names": [*self.class_names], "channel_names": [*self.channel_names]}
+        config = self.config = _settled(arguments)
+        embed_dim = config["embed_dim"]
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.embedding: SeriesEmbedding | TokenEmbedding
-        if num_channels is not None:
-            self.embedding = SeriesEmbedding(num_channels, embed_dim, kernel_size, stride, **factory)
-        elif vocab_size is not None:
-            self.embedding = TokenEmbedding(vocab_size, embed_dim, **factory)
-        block: dict[str, Any] = {
-            "feedforward_dim": feedforward_dim,
-            "activation": activation,
-            "norm": norm,
-            "norm_first": norm_first,
-        }
-        attention = (embed_dim, num_heads, attention_dropout)
-        self.encoder = Encoder(
-            [
-                EncoderBlock(
-                    embed_dim,
-                    dropout=dropout,
-                    attention=MultiheadAttention(*attention, batch_first=True, fused_qkv=True, **factory),
-                    **block,
-                    **factory,
-                )
-                for _ in range(num_layers)
-            ],
-            make_norm(_NAME, norm, embed_dim, 1e-5, True, **factory) if norm_first else None,
-        )
-        self.head = nn.Linear(embed_dim, num_classes, **factory)
+        if config["num_channels"] is not None:
+            how = config["kernel_size"], config["stride"]
+            self.embedding = SeriesEmbedding(config["num_channels"], embed_dim, *how, **factory)
+        else:
+            self.embedding = TokenEmbedding(config["vocab_size"], embed_dim, **factory)
+        last_norm = make_norm(_NAME, norm, embed_dim, 1e-5, True, **factory) if norm_first else None
+        self.encoder = Encoder([_block(config, factory) for _ in range(config["num_layers"])], last_norm)
+        self.head = nn.Linear(embed_dim, config["num_classes"], **factory)
+
+    @property
+    def num_channels(self) -> int | None:
+        """X of a model of time series; None for token ids."""
+        number: int | None = self.config["num_channels"]
+        return number
+
+    @property
+    def stride(self) -> int:
+        """Steps that one position of the returned weights stands for."""
+        stride: int = self.config["stride"]
+        return stride
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Y names, in the order of the logits."""
+        return tuple(self.config["class_names"])
+
+    @property
+    def channel_names(self) -> tuple[str, ...]:
+        """X names, in the order of the input; none for token ids."""
+        return tuple(self.config["channel_names"])
 
     def forward(
         self, x: Tensor, padding_mask: Tensor | None = None, *, need_weights: bool = False
@@ -152,7 +168,7 @@ class SequenceClassifier(nn.Module):
         words: dict[str, Any] = {"need_weights": True, "average_attn_weights": False} if need_weights else {}
         out = self.encoder(x_BPD, padding_BP, query_padding_mask=padding_BP, **words)
         x_BPD, weights = out if need_weights else (out, [])
-        logits_BY: Tensor = self.head(_pool(x_BPD, padding_BP, self.pooling))
+        logits_BY: Tensor = self.head(_pool(x_BPD, padding_BP, self.config["pooling"]))
         return (logits_BY, weights) if need_weights else logits_BY
 
 
@@ -242,35 +258,61 @@ def _pool(x_BPD: Tensor, padding_BP: Tensor | None, pooling: str) -> Tensor:
     return highest_BD.masked_fill(padding_BP.all(1, keepdim=True), 0.0)
 
 
-def _names(argument: str, names: Sequence[str], number: int, first: int) -> tuple[str, ...]:
-    """The names as given, or numbers counted from `first`."""
-    if not names:
-        return tuple(str(first + index) for index in range(number))
-    if isinstance(names, str) or len(names) != number or len(set(names)) != number:
-        raise invalid(_NAME, argument, f"be {number} different names", repr(names))
-    return tuple(names)
+def _block(config: dict[str, Any], factory: dict[str, Any]) -> EncoderBlock:
+    sizes = config["embed_dim"], config["num_heads"], config["attention_dropout"]
+    words = ("dropout", "feedforward_dim", "activation", "norm", "norm_first")
+    # Fused: for calls this short, one product in place of three is what one notices.
+    attention = MultiheadAttention(*sizes, batch_first=True, fused_qkv=True, **factory)
+    return EncoderBlock(sizes[0], attention=attention, **{word: config[word] for word in words}, **factory)
 
 
-def _check_sizes(config: dict[str, Any]) -> None:
-    for name in ("num_classes", "num_channels", "vocab_size", "embed_dim", "num_layers", "kernel_size", "stride"):
+def _settled(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The constructor's arguments checked, in JSON's types, with the names written out."""
+    config = dict(arguments)
+    for name in _SIZES:
         size = config[name]
-        optional = name in ("num_channels", "vocab_size") and size is None
-        if not optional and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
+        if size is None and name in _EITHER:
+            continue
+        if isinstance(size, bool) or not hasattr(size, "__index__") or operator.index(size) < 1:
             raise invalid(_NAME, name, "be an int of at least 1", repr(size))
-    num_channels, vocab_size = config["num_channels"], config["vocab_size"]
-    kernel_size, stride = config["kernel_size"], config["stride"]
-    if (num_channels is None) == (vocab_size is None):
+        config[name] = operator.index(size)
+    if (config["num_channels"] is None) == (config["vocab_size"] is None):
         rule = "be given for time series, or else vocab_size for token ids; exactly one of the two"
-        raise invalid(_NAME, "num_channels", rule, f"{num_channels} and {vocab_size}")
+        raise invalid(_NAME, "num_channels", rule, f"{config['num_channels']} and {config['vocab_size']}")
+    kernel_size, stride = config["kernel_size"], config["stride"]
     if kernel_size < stride:
         raise invalid(_NAME, "kernel_size", f"be at least stride {stride}, or steps would be left out", kernel_size)
-    if vocab_size is not None and kernel_size != 1:
+    if config["vocab_size"] is not None and kernel_size != 1:
         raise invalid(_NAME, "kernel_size", "be 1 for token ids", kernel_size)
-    if config["pooling"] not in ("mean", "max"):
-        raise invalid(_NAME, "pooling", "be 'mean' or 'max'", repr(config["pooling"]))
-    for name, known in (("activation", ("gelu", "relu", "swiglu")), ("norm", ("layernorm", "rmsnorm"))):
-        if config[name] not in known:  # a callable could not be saved
+    for name, known in _CHOICES.items():
+        if config[name] not in known or type(config[name]) is not type(known[0]):
             raise invalid(_NAME, name, f"be one of {list(known)}", repr(config[name]))
+    if config["feedforward_dim"] is not None and hasattr(config["feedforward_dim"], "__index__"):
+        config["feedforward_dim"] = operator.index(config["feedforward_dim"])
+    for name in ("dropout", "attention_dropout", "interval"):
+        try:
+            config[name] = float(config[name])
+        except (TypeError, ValueError) as error:
+            raise invalid(_NAME, name, "be a number", repr(config[name])) from error
+    if not 0 < config["interval"] < float("inf"):
+        raise invalid(_NAME, "interval", "be above 0 and finite", config["interval"])
+    config["class_names"] = _names("class_names", config["class_names"], config["num_classes"], 0)
+    config["channel_names"] = _names("channel_names", config["channel_names"], config["num_channels"] or 0, 1)
+    (config["unit"],) = _names("unit", [config["unit"]], 1, 0)
+    return config
+
+
+def _names(argument: str, names: Sequence[str], number: int, first: int) -> list[str]:
+    """The names as given, or numbers counted from `first`."""
+    given = [names] if isinstance(names, str) else list(names)
+    if not given:
+        return [str(first + index) for index in range(number)]
+    if len(given) != number or not all(isinstance(name, str) for name in given) or len(set(given)) != number:
+        raise invalid(_NAME, argument, f"be {number} different names", repr(names))
+    for name in given:
+        if any("\ud800" <= letter <= "\udfff" for letter in name):
+            raise invalid(_NAME, argument, "be text that can be written to a file, without lone surrogates", repr(name))
+    return [str(name) for name in given]
 
 
 def _casts(device: str) -> bool:

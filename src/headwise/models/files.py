@@ -8,9 +8,11 @@ the new one, whenever a save is interrupted.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import os
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ _CLASSES: dict[str, type[nn.Module]] = {"SequenceClassifier": SequenceClassifier
 _FORMAT = "headwise model"
 _VERSION = 1
 _WEIGHTS = re.compile(r"weights-[0-9a-f]{16}\.safetensors")
+_PART = re.compile(r"\.(weights-[0-9a-f]{16}|config)\.[0-9a-f]{8}\.part\.\w+")
 _KEYS = {"format", "version", "class", "arguments", "weights"}
 
 
@@ -41,8 +44,8 @@ def save(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
     Raises:
         ImportError: safetensors is missing; nothing was written.
         OSError: the disk is full, and the like; a model that stood there before still does.
-        ValueError: another class, a model whose parameters are no longer those its arguments make, or a `directory`
-            that is a file.
+        ValueError: another class, a model whose parameters are no longer those its arguments make or hold no numbers,
+            or a `directory` that is a file.
 
     Cost: two copies of the weights in memory.
     """
@@ -54,8 +57,11 @@ def save(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
     if folder.exists() and not folder.is_dir():
         raise invalid("save", "directory", "be a folder", folder)
     arguments: Any = model.config
-    state = {key: value.detach().to("cpu", copy=True).contiguous() for key, value in model.state_dict().items()}
+    state: dict[str, Any] = model.state_dict()
     _same_parameters("save", "model", state, _bare(name, arguments))
+    if any(value.is_meta for value in state.values()):
+        raise invalid("save", "model", "hold numbers", "a model on the meta device")
+    state = {key: value.detach().to("cpu", copy=True).contiguous() for key, value in state.items()}
     weights: bytes = codec.save(state)
     digest = hashlib.sha256(weights).hexdigest()
     file_name = f"weights-{digest[:16]}.safetensors"
@@ -68,7 +74,7 @@ def save(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
     }
     folder.mkdir(parents=True, exist_ok=True)
     weights_file, config_file = folder / file_name, folder / "config.json"
-    is_new = not weights_file.exists()
+    before, is_new = _named_weights(config_file), not weights_file.exists()
     try:
         with whole(weights_file) as part:
             part.write_bytes(weights)
@@ -76,12 +82,12 @@ def save(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
             part.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     except BaseException:
         # Interrupted: weights that no config names are nobody's, unless the config got its name just before.
-        if is_new and not (config_file.is_file() and digest in config_file.read_text("utf-8", errors="replace")):
+        if is_new and _named_weights(config_file) != file_name:
             weights_file.unlink(missing_ok=True)
         raise
-    for other in folder.iterdir():
-        if _WEIGHTS.fullmatch(other.name) and other.name != file_name:
-            other.unlink()
+    if before not in (None, file_name):
+        (folder / f"{before}").unlink(missing_ok=True)
+    _sweep(folder)
     return folder
 
 
@@ -114,6 +120,9 @@ def load(directory: str | os.PathLike[str], *, device: torch.device | str | int 
     config_file = folder / "config.json"
     config = _read_config(config_file)
     weights_file = folder / config["weights"]["file"]
+    if not weights_file.exists():  # another process may have saved since the config was read
+        config = _read_config(config_file)
+        weights_file = folder / config["weights"]["file"]
     try:
         weights = weights_file.read_bytes()
     except OSError as error:
@@ -129,7 +138,7 @@ def load(directory: str | os.PathLike[str], *, device: torch.device | str | int 
         if not value.is_floating_point():
             raise _refused(weights_file, "hold floating parameters", f"{value.dtype} for {name!r}")
     try:
-        _possible(config["arguments"], state)
+        _possible(config["class"], config["arguments"], state)
         model = _bare(config["class"], config["arguments"])
     except (TypeError, ValueError) as error:
         rule = f"hold arguments that {config['class']} takes"
@@ -145,18 +154,40 @@ def _bare(name: str, arguments: dict[str, Any]) -> nn.Module:
         return _CLASSES[name](**arguments)
 
 
-def _possible(arguments: dict[str, Any], state: dict[str, Tensor]) -> None:
-    """Refuse sizes that the weights cannot have, before a model of a billion layers is built to compare them."""
+def _possible(class_name: str, arguments: dict[str, Any], state: dict[str, Tensor]) -> None:
+    """Refuse what a saved config never holds, and sizes that the weights cannot have, before anything is built."""
+    known = set(inspect.signature(_CLASSES[class_name]).parameters) - {"device", "dtype"}
+    if unknown := sorted(arguments.keys() - known):
+        raise ValueError(f"unknown arguments {unknown}")
     num_values = sum(value.numel() for value in state.values())
     for name, value in arguments.items():
-        if isinstance(value, int) and value > num_values:
-            raise ValueError(f"{name}={value}, while the weights hold {num_values} values in all")
+        most = len(state) if name == "num_layers" else num_values
+        if isinstance(value, int) and value > most:
+            raise ValueError(f"{name}={value}, while the weights hold {num_values} values in {len(state)} tensors")
 
 
-def _same_parameters(function: str, argument: str, state: dict[str, Tensor], model: nn.Module) -> None:
+def _named_weights(config_file: Path) -> str | None:
+    """The weights' file that the config names now, if there is a config and it is one of ours."""
+    try:
+        return str(_read_config(config_file)["weights"]["file"])
+    except ValueError:
+        return None
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what killed processes left half written, once it is too old to be another process at work."""
+    for part in folder.glob(".*.part*"):
+        if _PART.fullmatch(part.name) and time.time() - part.stat().st_mtime > 3600:
+            part.unlink(missing_ok=True)
+
+
+def _same_parameters(function: str, argument: str, state: dict[str, Any], model: nn.Module) -> None:
     """Hold that `state` has the names and shapes of the model's."""
     wanted = {key: tuple(value.shape) for key, value in model.state_dict().items()}
-    got = {key: tuple(value.shape) for key, value in state.items()}
+    # What is no tensor belongs to a quantized child.
+    got = {
+        key: tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__ for key, value in state.items()
+    }
     if wanted != got:
         different = sorted(key for key in wanted.keys() | got.keys() if wanted.get(key) != got.get(key))
         key = different[0]
@@ -180,16 +211,18 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise _refused(path, "be JSON", f"{error}") from error
     if not isinstance(config, dict) or config.get("format") != _FORMAT:
         raise _refused(path, f"be written by headwise.save and hold 'format': {_FORMAT!r}", "another file")
-    if config.get("version") != _VERSION:
+    if type(config.get("version")) is not int or config["version"] != _VERSION:
         rule = f"be of version {_VERSION}, the one that this headwise reads; a newer headwise may read it"
         raise _refused(path, rule, repr(config.get("version")))
     if set(config) != _KEYS or not isinstance(config["arguments"], dict) or not isinstance(config["weights"], dict):
         raise _refused(path, f"hold exactly {sorted(_KEYS)}, the last two as objects", sorted(config))
     if config["class"] not in list(_CLASSES):
         raise _refused(path, f"name a class that is registered: {sorted(_CLASSES)}", repr(config["class"]))
-    file_name = config["weights"].get("file")
+    file_name, digest = config["weights"].get("file"), config["weights"].get("sha256")
     if not isinstance(file_name, str) or not _WEIGHTS.fullmatch(file_name):
         raise _refused(path, "name the weights as weights-HASH.safetensors, beside it", repr(file_name))
+    if not isinstance(digest, str):
+        raise _refused(path, "hold the SHA-256 of the weights", repr(digest))
     return config
 
 

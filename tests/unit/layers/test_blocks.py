@@ -526,8 +526,8 @@ NORM_RULE = (
         ({"norm": lambda width: width}, "EncoderBlock: norm must be 'layernorm', 'rmsnorm', a callable"),
         ({"num_heads": 4}, "MultiheadAttention: embed_dim must be a multiple of num_heads 4"),
         ({"num_heads": 0}, "MultiheadAttention: num_heads must be an int of at least 1; got 0"),
-        ({"dropout": 1.5}, "MultiheadAttention: dropout must be in [0, 1]; got 1.5"),
-        ({"dropout": NAN}, "MultiheadAttention: dropout must be in [0, 1]; got nan"),
+        ({"dropout": 1.5}, "EncoderBlock: dropout must be in [0, 1]; the inner width is feedforward_dim; got 1.5"),
+        ({"dropout": NAN}, "EncoderBlock: dropout must be in [0, 1]; the inner width is feedforward_dim; got nan"),
         ({"attention": Foreign}, "EncoderBlock: attention must be a module; got type"),
         ({"attention": lambda *args: args}, "EncoderBlock: attention must be a module; got function"),
         (

@@ -482,6 +482,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "pooling": "max",
         "class_names": ("walk", "run", "fall"),
         "channel_names": ["x", "y"],
+        "interval": 2.5,
+        "unit": "ms",
     },
     "tokens": {
         "num_classes": 2,
@@ -613,7 +615,7 @@ AT_LEAST_1 = "must be an int of at least 1; got "
             "SequenceClassifier: kernel_size must be 1 for token ids; got 3",
         ),
         ({"vocab_size": 7, "num_channels": None, "stride": 2}, "SequenceClassifier: "),
-        ({"pooling": "sum"}, "SequenceClassifier: pooling must be 'mean' or 'max'; got 'sum'"),
+        ({"pooling": "sum"}, "SequenceClassifier: pooling must be one of ['mean', 'max']; got 'sum'"),
         (
             {"activation": torch.relu},
             "SequenceClassifier: activation must be one of ['gelu', 'relu', 'swiglu']; got <built-in",
@@ -630,7 +632,7 @@ AT_LEAST_1 = "must be an int of at least 1; got "
             "SequenceClassifier: channel_names must be 0 different names; got ['a']",
         ),
         ({"num_heads": 4}, "MultiheadAttention: embed_dim must be a multiple of num_heads 4"),
-        ({"num_heads": 0}, "MultiheadAttention: num_heads must be an int of at least 1; got 0"),
+        ({"num_heads": 0}, "SequenceClassifier: num_heads must be an int of at least 1; got 0"),
         ({"attention_dropout": 1.5}, "MultiheadAttention: dropout must be in [0, 1]; got 1.5"),
         ({"attention_dropout": NAN}, "MultiheadAttention: dropout must be in [0, 1]; got nan"),
         ({"feedforward_dim": 0}, "EncoderBlock: feedforward_dim must be an int of at least 1; got 0"),
@@ -889,3 +891,47 @@ def test_learns_a_planted_task(kind: str, pooling: str) -> None:
         logits = model.eval()(x, padding)
     assert F.cross_entropy(logits, labels) < 0.2
     assert (logits.argmax(-1) == labels).double().mean() > 0.93
+
+
+def test_numpys_numbers_and_names_become_jsons() -> None:
+    numpy = pytest.importorskip("numpy")
+    model = SequenceClassifier(
+        numpy.int64(2),
+        num_channels=numpy.int32(1),
+        embed_dim=numpy.int64(8),
+        num_heads=numpy.int64(2),
+        feedforward_dim=numpy.int64(5),
+        dropout=numpy.float32(0.25),
+        class_names=numpy.array(["a", "b"]),
+    )
+    assert json.loads(json.dumps(model.config)) == model.config
+    assert model.config["num_heads"] == 2
+    assert model.class_names == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"class_names": [1, 2, 3, 4, 5]},
+        {"class_names": ["a", "b", "c", "d", None]},
+        {"class_names": ["a", "b", "c", "d", "\ud800"]},
+        {"norm_first": "no"},
+        {"norm_first": 1},
+        {"interval": 0.0},
+        {"interval": math.inf},
+        {"interval": "fast"},
+        {"dropout": "much"},
+        {"unit": 3},
+    ],
+    ids=str,
+)
+def test_what_no_file_could_hold_is_refused(changed: dict[str, Any]) -> None:
+    (name,) = changed
+    with pytest.raises(ValueError, match=f"^SequenceClassifier: {name} must "):
+        SequenceClassifier(5, num_channels=2, **changed)
+
+
+def test_names_cannot_be_changed_behind_the_config() -> None:
+    model = SequenceClassifier(2, num_channels=1)
+    with pytest.raises(AttributeError):
+        model.class_names = ("a", "b")  # type: ignore[misc]

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pickle
 import struct
 import sys
+import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -176,9 +179,17 @@ def with_adapter() -> nn.Module:
     return model
 
 
+def quantized() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.ao.quantization.quantize_dynamic(made().eval(), {nn.Linear})
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (quantized, r"^save: model must hold the parameters .* that differ, first "),
+        (lambda: made().to("meta"), r"^save: model must hold numbers; got a model on the meta device$"),
         (lambda: nn.Linear(2, 2), r"^save: model must be one of \['SequenceClassifier'\]; got torch\.nn\.\S+\.Linear$"),
         (lambda: Heir(3, num_channels=3), r"^save: model must be one of .*Heir$"),
         (replaced_head, r"^save: model must hold the parameters .* got 2 that differ, first 'head\.bias': \(4,\) inst"),
@@ -270,7 +281,10 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "import path": (key("class", "os.system"), r"must name a class that is registered: .*; got 'os\.system'"),
     "class is no text": (key("class", ["SequenceClassifier"]), r"must name a class that is registered"),
-    "unknown argument": (argument("banana", 1), r"must hold arguments that SequenceClassifier takes; got .*'banana'"),
+    "unknown argument": (
+        argument("banana", 1),
+        r"must hold arguments that Seq.* takes; got .*\['banana'\]",
+    ),
     "bad argument": (argument("num_heads", 3), r"must hold arguments that SequenceClassifier takes; got .*embed_dim"),
     "text for a size": (
         argument("num_layers", "two"),
@@ -282,6 +296,18 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         r"must hold arguments .*embed_dim=2000000000000, while the wei",
     ),
     "other sizes": (argument("embed_dim", 12), r"safetensors must hold the parameters .*instead of"),
+    "many layers": (argument("num_layers", 3_000), r"must hold arguments .*num_layers=3000, while the weights hold"),
+    "a device": (argument("device", "cuda"), r"must hold arguments .*unknown arguments \['device'\]"),
+    "classes are numbers": (
+        argument("class_names", [1, 2, 3]),
+        r"must hold arguments .*class_names must be 3 dif",
+    ),
+    "norm_first is text": (argument("norm_first", "no"), r"must hold arguments .*norm_first must be one of"),
+    "version is true": (key("version", True), r"must be of version 1, .*got True"),
+    "no hash": (
+        lambda folder: edit(folder, lambda config: config["weights"].pop("sha256") and None),
+        r"config\.json must hold the SHA-256 of the weights; got None",
+    ),
     "weights elsewhere": (
         key("weights", {"file": "../weights-0123456789abcdef.safetensors", "sha256": ""}),
         r"config\.json must name the weights as weights-HASH\.safetensors, beside it; got '\.\./",
@@ -341,3 +367,52 @@ def test_without_safetensors_the_extra_is_named(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(ImportError, match=r"pip install 'headwise\[models\]'"):
         headwise.load(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+# --- Several processes ------------------------------------------------------------------------------------------------
+
+
+def test_another_save_in_between_is_not_undone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A begins, B saves whole, A goes on: the folder holds A's model, loadable."""
+    first, second = made(num_layers=2), made(num_layers=3)
+    replace, calls = Path.replace, []
+
+    def interleaved(self: Path, target: Path) -> Path:
+        calls.append(target)
+        moved = replace(self, target)
+        if len(calls) == 1:  # A's weights have their name, its config has not
+            headwise.save(second, folder)
+            assert torch.equal(headwise.load(folder)(X), second.eval()(X))
+        return moved
+
+    monkeypatch.setattr(Path, "replace", interleaved)
+    headwise.save(first, folder)
+    assert torch.equal(headwise.load(folder)(X), first.eval()(X))
+
+
+def test_load_reads_again_when_a_save_comes_between(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made(num_layers=2)
+    read, calls = Path.read_text, []
+
+    def then_saved(self: Path, *args: Any, **kwargs: Any) -> str:
+        content = read(self, *args, **kwargs)
+        calls.append(self)
+        if len(calls) == 1:
+            headwise.save(model, folder)
+        return content
+
+    monkeypatch.setattr(Path, "read_text", then_saved)
+    assert torch.equal(headwise.load(folder)(X), model.eval()(X))
+
+
+def test_what_killed_processes_left_is_swept(folder: Path) -> None:
+    old, new = folder / ".weights-0123456789abcdef.01234567.part.safetensors", folder / ".config.89abcdef.part.json"
+    foreign = folder / ".notes.01234567.part.txt"
+    for path in (old, new, foreign):
+        path.write_text("half")
+    for path in (old, foreign):
+        os.utime(path, (time.time() - 7200,) * 2)
+    headwise.save(made(), folder)
+    assert not old.exists()
+    assert new.exists()
+    assert foreign.exists()
