@@ -57,17 +57,18 @@ clean:  ## Delete all that make created, the virtual environment too
 # base: torch, and the build backend, which is pinned like the rest because nothing is built in isolation.
 $(VENV)/base.stamp: constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"headwise needs Python 3.11 or newer; {sys.executable} is {v.major}.{v.minor} (cure: make PYTHON=python3.12 ...)")'
+	@echo "Installing torch and all that headwise needs into $(VENV); this takes a minute or two."
 	$(PYTHON) -m venv $(VENV)
-	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install $(TORCH)
-	$(PIP) install -c constraints.txt $(BACKEND)
+	PIP_CONSTRAINT=constraints.txt $(BIN)/pip install -q $(TORCH)
+	$(PIP) install -q -c constraints.txt $(BACKEND)
 	@touch $@
 
 # run: what a user of the command line has.
 $(VENV)/run.stamp: $(VENV)/base.stamp pyproject.toml
-	$(PIP) install --no-build-isolation -c constraints.txt -e '.[all]'
+	$(PIP) install -q --no-build-isolation -c constraints.txt -e '.[all]'
 	@touch $@
 
 # dev: that, and the tools of the gate.
 $(VENV)/dev.stamp: $(VENV)/base.stamp pyproject.toml
-	$(PIP) install --no-build-isolation -c constraints.txt -e '.[dev]'
+	$(PIP) install -q --no-build-isolation -c constraints.txt -e '.[dev]'
 	@touch $(VENV)/run.stamp $@

@@ -113,7 +113,7 @@ def test_python_block_runs(block: Block, monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def write_recordings(folder: Path) -> None:
-    """The files that the commands name: ten series of the README's form, and one without labels."""
+    """The files that the commands name: ten series of the README's form, twice, and once without labels."""
     steps = [
         (f"{label}-{index}", label, 20 * step, 0.1 * step * sign, 0.5 * index)
         for label, sign in (("walk", 1), ("rest", -1))
@@ -122,6 +122,7 @@ def write_recordings(folder: Path) -> None:
     ]
     rows = [",".join(map(str, row)) for row in steps]
     (folder / "recordings.csv").write_text("\n".join(["series,label,time (ms),acc_x,acc_y", *rows]) + "\n", "utf-8")
+    (folder / "labelled.csv").write_text((folder / "recordings.csv").read_text("utf-8"), "utf-8")
     rows = [f"{name},{time},{x},{y}" for name, _, time, x, y in steps]
     (folder / "new.csv").write_text("\n".join(["series,time (ms),acc_x,acc_y", *rows]) + "\n", "utf-8")
 
