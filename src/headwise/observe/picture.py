@@ -20,6 +20,27 @@ if TYPE_CHECKING:
 MOST_CELLS = 256  # a side; above it a screen shows no single cell, so neighbours are pooled
 MOST_COLUMNS = 12  # of panels; a layer with more heads goes on in the next row
 MOST_POINTS = 2048  # of one drawn line
+GREATEST = 1e100  # of a weight, a value of the signal and an interval: sums and differences of these are finite
+LEAST = 1e-100  # of what a scale spans; below it all is drawn as one value
+
+# Channels up to eight, by names of hues; the second row is for dark ground.
+FEW_HUES = (
+    ("#1f77b4", "#d9640a", "#2a9d46", "#c8293c", "#8250c4", "#8c564b", "#d450a6", "#5c6570"),
+    ("#58a6e8", "#ff9a4d", "#5ccb78", "#ff7b88", "#b595f0", "#c79a8f", "#f08fd0", "#a9b4c2"),
+)
+# More channels: from blue by green, yellow and red to violet, dark and bright by turns, since hues alone are not enough
+# for everybody. In OKLCH, lightness 0.43 and 0.63 on white, 0.62 and 0.85 on dark ground.
+MANY_HUES = (
+    (
+        "1346ab 03577a 055c5c 016129 425900 5f4f01 734301 892d01 970525 8d0e5d 7b1f81 602e9d",
+        "4d84ee 0994cd 0b9d9d 0fa44d 739801 a28706 c27405 db5d2c dd555d d15697 bb5fc1 9a6cdf",
+    ),
+    (
+        "4a81eb 0891c9 0c9999 03a14a 719507 9e8406 be7204 d75928 d9525a cd5394 b75cbd 9769dc",
+        "b4cffe 95d7fe 0deaeb 70ec90 b5e058 f1cb1c ffbf81 febca5 feb9b8 feb4d7 fbaeff d6c2fe",
+    ),
+)
+MOST_TURNS = 24  # channels that are dark and bright by turns; more would only flicker
 
 
 @dataclass(frozen=True)
@@ -72,6 +93,15 @@ class Line:
         """The least and the greatest value; 0 and 1 if there is none."""
         real = self.values_PX[~self.values_PX.isnan()]
         return (float(real.min()), float(real.max())) if len(real) else (0.0, 1.0)
+
+    @property
+    def frame(self) -> tuple[float, float]:
+        """Where the axis starts and ends: far enough apart for ticks, where the signal is constant but for rounding."""
+        low, high = self.range
+        spread, size = high - low, max(abs(low), abs(high))
+        margin = 0.1 * size if spread <= 1e-12 * size else max(0.05 * spread, 1e-9 * size)
+        margin = margin if margin >= LEAST else 0.5
+        return low - margin, high + margin
 
 
 def _thin(signal_TX: Tensor) -> Line:
@@ -146,6 +176,7 @@ def prepare(each: AttentionMap) -> Picture:
     # 16-bit weights miss 1 by their rounding; a sink, dropout or an unseeing query by more.
     total = "1" if low > 0.98 and high < 1.02 else " to ".join(dict.fromkeys((f"{low:.2g}", f"{high:.2g}")))
     label = f"attention weight (each row sums to {total})"
+    top = max(float(cell.max()) for cell in cells)
     if query.size > 1 or key.size > 1:
         label += f"; pooled: keys in a cell {key.size} (summed), queries {query.size} (averaged)"
     if any(bool((cell == 0).any()) for cell in cells):
@@ -155,7 +186,7 @@ def prepare(each: AttentionMap) -> Picture:
         layers=layers,
         averaged=[weights.dim() == 2 for weights in each.weights],
         peaks=peaks,
-        top=max(float(cell.max()) for cell in cells) or 1.0,
+        top=top if top >= LEAST else 1.0,
         label=label,
         query=query,
         key=key,
@@ -170,6 +201,20 @@ def plain(text: str, most: int) -> str:
     letters = (c if c.isprintable() or c in joiners else c.encode("unicode_escape").decode() for c in text)
     text = "".join(letters)
     return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def hues(number: int, *, dark: bool = False) -> list[str]:
+    """Return a colour for each of the channels, neighbours unlike each other, for white or for dark ground."""
+    if number <= len(FEW_HUES[dark]):
+        return list(FEW_HUES[dark][:number])
+    dull, bright = (torch.tensor([list(bytes.fromhex(hue)) for hue in row.split()]).float() for row in MANY_HUES[dark])
+    found = []
+    for channel in range(number):
+        share = channel % 2 if number <= MOST_TURNS else 0.5
+        stops, at = dull.lerp(bright, share), channel / (number - 1) * (len(dull) - 1)
+        mixed = stops[int(at)].lerp(stops[math.ceil(at)], at % 1)
+        found.append("#" + bytes(mixed.round().int().tolist()).hex())
+    return found
 
 
 def keep(mask: Tensor | None, number: int) -> Tensor:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import io
 import math
 import textwrap
+import threading
 from collections.abc import Sequence
 from typing import Any
 
 from headwise._checks import invalid, need
-from headwise.observe.picture import Axis, Line, Picture, plain
+from headwise.observe.picture import FEW_HUES, Axis, Line, Picture, hues, plain
 
 MOST_ROWS = 32  # of panels: 4,000 pixels
 MOST_NAMES = 64  # tick labels of one axis; above it only every k-th name is written
@@ -20,9 +21,20 @@ MOST_NAMES = 64  # tick labels of one axis; above it only every k-th name is wri
 # Fonts that come with systems and hold what matplotlib's own lacks.
 MORE_FONTS = "Noto Sans CJK JP;Noto Sans CJK SC;Hiragino Sans;Yu Gothic;PingFang SC;Microsoft YaHei;Malgun Gothic"
 MORE_FONTS += ";WenQuanYi Zen Hei;IPAexGothic;Droid Sans Fallback;Arial Unicode MS;Noto Sans;Segoe UI Symbol;Symbola"
-FEW_HUES = ["#1f77b4", "#d9640a", "#2a9d46", "#c8293c", "#8250c4", "#8c564b", "#d450a6", "#5c6570"]
-MANY_HUES = ("#0b3c8c", "#1f9e89", "#e8890c")
 SIDEWAYS: dict[str, Any] = {"fontsize": 10, "rotation": 90, "va": "center", "ha": "left"}
+
+_one_at_a_time = threading.RLock()
+
+
+def draw(picture: Picture) -> bytes:
+    """Return the PNG, drawn under matplotlib's own defaults.
+
+    Nearly every setting of a user can change the picture or break it, and newer versions of matplotlib bring more, so
+    they are all set aside, not each overruled. Settings belong to the process: hence the lock, without which two
+    threads could leave the defaults behind for good.
+    """
+    with _one_at_a_time, need("matplotlib.style", "observe").context("default"):
+        return Sheet(picture).draw()
 
 
 class Sheet:
@@ -48,10 +60,8 @@ class Sheet:
         self.titled = len(self.rows) > len(picture.layers) or len(kinds) > 1
         self.pitch, self.gap_y = self.panel_width + 0.12, 0.3 if self.titled else 0.12
         # A few named channels are told apart by their names, others by their numbers.
-        self.named = 1 < len(names) <= len(FEW_HUES) and names != tuple(str(1 + i) for i in range(len(names)))
-        self.hues = colors.ListedColormap(FEW_HUES[: len(names)])
-        if len(names) > 1 and not self.named:
-            self.hues = colors.LinearSegmentedColormap.from_list("channels", MANY_HUES, N=len(names))
+        self.named = 1 < len(names) <= len(FEW_HUES[0]) and names != tuple(str(1 + i) for i in range(len(names)))
+        self.hues = colors.ListedColormap(hues(len(names)) or ["#000000"])
         self.shades = need("matplotlib", "observe").colormaps["magma_r"].with_extremes(bad="#c3c8d0")
         self.left = 0.7 + max(0.45, _width(picture.query.names, 12))
         self.right = max(1.35, 0.2 + _width(names, 18) if self.named else 0.0)
@@ -107,14 +117,12 @@ class Sheet:
         if len(times_P) == 1:
             channels = [points * 2 for points in channels]  # a line of no length has round ends: a dot
         collections = need("matplotlib.collections", "observe")
-        low, high = line.range
-        margin = 0.05 * (high - low) or 0.1 * abs(high) or 0.5
         colors, width = [self.hues(channel) for channel in range(len(names))], 1.2 if len(names) <= 12 else 0.7
         for column in range(self.picture.columns):
             axes = self.axes(self.left + column * self.pitch, self.signal_top, self.panel_width, self.signal_height)
             lines = collections.LineCollection(channels, linewidths=width, colors=colors, capstyle="round")
             axes.add_collection(lines)
-            axes.set(xlim=self.picture.key.ends, ylim=(low - margin, high + margin))
+            axes.set(xlim=self.picture.key.ends, ylim=line.frame)
             self.tick(axes.xaxis, self.picture.key, self.panel_width, shown=False)
             axes.yaxis.set_major_locator(self.ticker.MaxNLocator(5) if column == 0 else self.ticker.NullLocator())
         x, y, middle = self.left + self.maps_width, self.signal_top, self.signal_top + self.signal_height / 2
