@@ -8,9 +8,11 @@ import re
 import struct
 import tempfile
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -41,7 +43,11 @@ LETTERS = st.characters(
 )
 WORDS = st.text(LETTERS, min_size=1, max_size=5)
 TEXTS = st.text(st.characters(exclude_categories=("C",)), min_size=1, max_size=6).map(str.strip).filter(bool)
-SPECIAL = re.compile(r"series|label|time.*", re.IGNORECASE | re.DOTALL)
+# Names that mean or suggest something else than a channel.
+SPECIAL = re.compile(
+    r"series|labels?|class(es)?|target|y|t.*|dates?.*|clock.*|epoch.*|hours.*|[mun]?secs?.*|ms.*|millis|micros|nanos",
+    re.IGNORECASE | re.DOTALL,
+)
 
 
 @st.composite
@@ -130,6 +136,37 @@ def test_long_csv_round_trip(drawn: Drawn, step: float | None, quoting: int) -> 
     else:
         assert abs(series.interval - step) <= 1e-5 * step
         assert series.unit == "s"
+
+
+@given(
+    st.floats(5, 1000),
+    st.integers(0, 2 * 10**18),
+    st.integers(0, 9),
+    st.booleans(),
+    st.lists(st.integers(2, 12), min_size=1, max_size=3),
+    st.data(),
+)
+def test_rounded_stamps_are_even_and_a_gap_is_not(
+    step: float, start: int, decimals: int, zeros: bool, lengths: list[int], data: st.DataObject
+) -> None:
+    """Whole multiples of the last digit, which may be far below what float64 keeps of the stamp."""
+    times = [[str(Decimal(start + round(at * step)).scaleb(-decimals)) for at in range(length)] for length in lengths]
+    if not zeros:
+        times = [[time.rstrip("0").rstrip(".") if "." in time else time for time in series] for series in times]
+    series = _read(".csv", _timed(times).encode())
+    unit = 10.0**-decimals
+    error = unit * len(lengths) / sum(length - 1 for length in lengths)
+    assert abs(series.interval - step * unit) <= error + 1e-5 * step * unit
+    which = data.draw(st.integers(0, len(times) - 1))
+    if len(times[which]) > 3:
+        gap = data.draw(st.integers(1, len(times[which]) - 2))
+        del times[which][gap]
+        with pytest.raises(ValueError, match="the time must rise by about"):
+            _read(".csv", _timed(times).encode())
+
+
+def _timed(times: list[list[str]]) -> str:
+    return _csv(["series", "time", "x"], [[name, time, 1] for name, series in enumerate(times) for time in series])
 
 
 @given(_drawn(TEXTS, channels=1))

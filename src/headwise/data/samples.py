@@ -70,6 +70,17 @@ class Series(Dataset[tuple[Tensor, Tensor]]):
         if low < 0 or high >= len(self.class_names):
             raise invalid("Series", "labels", f"lie in [0, {len(self.class_names)})", f"{low} to {high}")
 
+    def __repr__(self) -> str:
+        """Return sizes and classes, not the values."""
+        lengths = [len(value) for value in self.values]
+        low, high = min(lengths), max(lengths)
+        plural = "" if self.num_channels == 1 else "s"
+        length = f"length {low}" if low == high else f"lengths {low} to {high}"
+        classes = "no labels" if self.labels is None else f"classes {', '.join(map(repr, self.class_names))}"
+        if len(classes) > 80:
+            classes = f"{len(self.class_names)} classes"
+        return f"Series({len(self)} series, {self.num_channels} channel{plural}, {length}, {classes})"
+
     def __len__(self) -> int:
         """Return N, the number of series."""
         return len(self.values)

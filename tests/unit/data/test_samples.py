@@ -108,3 +108,18 @@ def test_pad_refuses(values: list[Tensor], message: str) -> None:
 def test_series_refuses(labels: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{message}"):
         Series(_series(5, 2), labels, ("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "channels", "classes", "shown"),
+    [
+        ((5, 2), 3, ("up", "down"), "Series(2 series, 3 channels, lengths 2 to 5, classes 'up', 'down')"),
+        ((4,), 1, (), "Series(1 series, 1 channel, length 4, no labels)"),
+        ((4,), 1, ("a" * 1000, "b"), "Series(1 series, 1 channel, length 4, 2 classes)"),
+    ],
+)
+def test_series_shows_sizes_and_classes(
+    lengths: tuple[int, ...], channels: int, classes: tuple[str, ...], shown: str
+) -> None:
+    labels = torch.zeros(len(lengths), dtype=torch.int64) if classes else None
+    assert repr(Series(_series(*lengths, channels=channels), labels, classes)) == shown

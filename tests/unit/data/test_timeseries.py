@@ -6,6 +6,7 @@ import gzip
 import os
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ TS_ERRORS = {
     "only a label": (
         "@classLabel true 1 2\n@data\n1\n",
         (
-            ", line 3: the series must have at least 1 channels and then a label, with ':' between; got 0 "
+            ", line 3: the series must have at least 1 channel and then a label, with ':' between; got 0 "
             "(cure: add what is missing)"
         ),
     ),
@@ -61,7 +62,7 @@ TS_ERRORS = {
     "univariate": (
         "@univariate true\n@data\n1:2\n",
         (
-            ", line 3: the series must have 1 channels, as @univariate says; got 2 (cure: correct the "
+            ", line 3: the series must have 1 channel, as @univariate says; got 2 (cure: correct the "
             "series, or what the header says)"
         ),
     ),
@@ -79,7 +80,7 @@ TS_ERRORS = {
     "both claims": (
         "@univariate true\n@dimensions 2\n@data\n1:2\n",
         (
-            ", line 4: the series must have 1 channels, as @univariate says; got 2 (cure: correct the "
+            ", line 4: the series must have 1 channel, as @univariate says; got 2 (cure: correct the "
             "series, or what the header says)"
         ),
     ),
@@ -89,7 +90,7 @@ TS_ERRORS = {
     ),
     "unequal, longer": (
         TS + "1:3,4:walk\n",
-        ", line 5: channel 2 must hold 1 values, as channel 1; got 2 (cure: cut or fill it)",
+        ", line 5: channel 2 must hold 1 value, as channel 1; got 2 (cure: cut or fill it)",
     ),
     "unequal, perhaps a label": (
         "@data\n1,2:1\n",
@@ -309,7 +310,8 @@ CSV_ERRORS = {
         "series,x\na,1\nb,2\nb,3\na,4\n",
         (
             ", line 5: the row must stand with the others of series 'a', which begins in line 2; got "
-            "another series in line 4 (cure: sort the rows by series)"
+            "another series in line 4 (cure: sort the rows by series; if this is another recording, give it "
+            "another name)"
         ),
     ),
     "label changes": (
@@ -344,27 +346,71 @@ CSV_ERRORS = {
         "series,x\n ,1\n",
         ", line 2: the cell of 'series' must name the series; got nothing (cure: write its name in each row)",
     ),
-    "uneven": (
-        LONG + "a,0,walk,1,2\na,10,walk,1,2\na,21,walk,1,2\n",
+    "gap": (
+        LONG + "a,0,walk,1,2\na,10,walk,1,2\na,40.0,walk,1,2\n",
         (
-            ", line 4: the time must be 10 after the row before, as in line 3; got 11 (cure: resample to "
-            "even steps, or drop the column)"
+            ", line 4: the time must rise by about 10 a row, as in line 3; got 30.0, from 10 to 40.0 (cure: "
+            "resample to even steps, split the series at a gap, or drop the column)"
+        ),
+    ),
+    "gap between rounded stamps": (
+        LONG + "".join(f"a,{time},walk,1,2\n" for time in ["0.000", "0.017", "0.033", "0.05", "0.083", "0.100"]),
+        (
+            ", line 6: the time must rise by about 0.017 a row, as in line 3; got 0.033, from 0.05 to 0.083 (cure: "
+            "resample to even steps, split the series at a gap, or drop the column)"
+        ),
+    ),
+    "gap between nanoseconds": (
+        LONG + "a,1700000000000000001,walk,1,2\na,1700000000010000001,walk,1,2\na,1700000000020000001,walk,1,2\n"
+        "a,1700000000030100001,walk,1,2\n",
+        (
+            ", line 5: the time must rise by about 10000000 a row, as in line 3; got 10100000, from "
+            "1700000000020000001 to 1700000000030100001 (cure: resample to even steps, split the series at a gap, "
+            "or drop the column)"
+        ),
+    ),
+    "too coarse to tell a gap": (
+        LONG + "a,0,walk,1,2\na,1,walk,1,2\na,2,walk,1,2\na,4,walk,1,2\na,5,walk,1,2\n",
+        (
+            ", line 5: the time must rise by about 1 a row, as in line 3; got 2, from 2 to 4 (cure: write the time "
+            "with more digits: with these, a gap looks like a rounded step; or resample to even steps, split the "
+            "series at a gap, or drop the column)"
         ),
     ),
     "uneven in another series": (
         LONG + "a,0,walk,1,2\na,10,walk,1,2\nb,0,walk,1,2\nb,20,walk,1,2\n",
         (
-            ", line 5: the time must be 10 after the row before, as in line 3; got 20 (cure: resample to "
-            "even steps, or drop the column)"
+            ", line 5: the time must rise by about 10 a row, as in line 3; got 20, from 0 to 20 (cure: resample to "
+            "even steps, split the series at a gap, or drop the column)"
+        ),
+    ),
+    "another rate in another series": (
+        LONG + "".join(f"{name},{step * at},walk,1,2\n" for name, step in (("a", 10), ("b", 11)) for at in range(10)),
+        (
+            ", line 11: the time must rise by about 10.5 a row in each series, as in all together; got 10, from 0 to "
+            "90 (cure: resample all series to the same step, or drop the column)"
+        ),
+    ),
+    "too many digits": (
+        LONG + "a,0,walk,1,2\na,1e-400,walk,1,2\n",
+        (
+            ", line 3: the time must differ from the row before by a number of at most 100 digits; got 1e-400 after "
+            "0 (cure: write fewer digits)"
         ),
     ),
     "not increasing": (
-        LONG + "a,10,walk,1,2\na,10,walk,1,2\n",
-        ", line 3: the time must be above 10, the row before; got 10 (cure: sort the rows of each series by time)",
+        LONG + "a,10,walk,1,2\na,10.0,walk,1,2\n",
+        (
+            ", line 3: the time must be above 10, the row before; got 10.0 (cure: delete the row, or write the time "
+            "more exactly)"
+        ),
     ),
     "decreasing": (
-        LONG + "a,10,walk,1,2\na,5,walk,1,2\n",
-        ", line 3: the time must be above 10, the row before; got 5 (cure: sort the rows of each series by time)",
+        LONG + "a,1700000000000000002,walk,1,2\na,1700000000000000001,walk,1,2\n",
+        (
+            ", line 3: the time must be above 1700000000000000002, the row before; got 1700000000000000001 (cure: "
+            "sort the rows of each series by time)"
+        ),
     ),
     "date": (
         LONG + "a,2024-01-01,walk,1,2\n",
@@ -391,28 +437,42 @@ CSV_ERRORS = {
         "series,time,Time (s),x\na,0,0,1\n",
         (
             ", line 1: the column of the time must be one, named time or time (UNIT); got 'time', 'Time "
-            "(s)' (cure: rename it or the others; a time that is a channel needs another name)"
+            "(s)' (cure: give that name to the time and to nothing else; one that is a channel needs another word)"
         ),
     ),
     "like a time": (
         "series,time_ms,x\na,0,1\n",
         (
             ", line 1: the column of the time must be one, named time or time (UNIT); got 'time_ms' "
-            "(cure: rename it or the others; a time that is a channel needs another name)"
+            "(cure: give that name to the time and to nothing else; one that is a channel needs another word)"
         ),
     ),
     "timestamp": (
         "series,Timestamp,x\na,0,1\n",
         (
             ", line 1: the column of the time must be one, named time or time (UNIT); got 'Timestamp' "
-            "(cure: rename it or the others; a time that is a channel needs another name)"
+            "(cure: give that name to the time and to nothing else; one that is a channel needs another word)"
         ),
     ),
     "time ()": (
         "series,time (),x\na,0,1\n",
         (
             ", line 1: the column of the time must be one, named time or time (UNIT); got 'time ()' "
-            "(cure: rename it or the others; a time that is a channel needs another name)"
+            "(cure: give that name to the time and to nothing else; one that is a channel needs another word)"
+        ),
+    ),
+    "like a label": (
+        "series,Class,x,Target\na,0,1,2\n",
+        (
+            ", line 1: the column of the class must be named label; got 'Class', 'Target' (cure: name it label or "
+            "delete it; if it is a channel, give it another word)"
+        ),
+    ),
+    "like a label, wide": (
+        "0,1,class\n1,2,walk\n",
+        (
+            ", line 1: the column of the class must be named label; got 'class' (cure: name it label or delete it; "
+            "if it is a channel, give it another word)"
         ),
     ),
     "missing": (
@@ -540,7 +600,7 @@ CSV_ERRORS = {
             "on from 0 or 1 with one prefix; got 'nothing else' (cure: write FORMS)"
         ),
     ),
-    "gap": (
+    "number left out": (
         "t0,t1,t3\n1,2,3\n",
         (
             ", line 1: the header must have a column `series`, or, besides `label`, only columns numbered "
@@ -614,7 +674,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def _read(name: str, content: str | bytes, **arguments: tuple[str, ...]) -> Series:
+def _read(name: str, content: str | bytes, **arguments: tuple[str, ...] | None) -> Series:
     Path(name).write_bytes(content if isinstance(content, bytes) else content.encode("utf-8"))
     return read_series(name, **arguments)
 
@@ -708,6 +768,70 @@ def test_time(column: str, times: str, known: tuple[float, str]) -> None:
     series = _read("a.csv", f"x,{column},series\n" + "".join(f"1,{time},a\n" for time in times.split()))
     assert (series.interval, series.unit) == known
     assert series.channel_names == ("x",)
+
+
+@pytest.mark.parametrize(
+    ("series", "interval"),
+    [
+        (["0.000 0.017 0.033 0.050"], 0.0166667),
+        (["0.000 0.033 0.067"], 0.0335),
+        (["0 0.033 0.067 0.1 0.133 0.167 0.2"], 0.0333333),  # as pandas leaves zeros out
+        (["0 17 33 50", "5 22 38", "1 18"], 16.6667),
+        (["0 17", *["0 17"] * 9, "0 17 33 50 67 83 100 117 133 150 167 183 200"], 16.8182),
+        (["0.000000e+00 1.666667e-02 3.333333e-02", "9.998333e+03 1.000002e+04 1.000003e+04"], None),
+        ([" ".join(f"{at / 60:.6g}" for at in range(6100))], 0.0166667),  # 6 digits, whichever the decimals
+        (["10 20 31"], 10.5),
+        (["1700000000000000000 1700000000016666667 1700000000033333333"], 16666666.5),
+        (["1700000000.000000000001 1700000000.000000000002 1700000000.000000000003"], 1e-12),
+        (["0.1 0.2 0.30000000000000004 0.4"], 0.1),
+        (["-1e-50 0 1e-50"], 1e-50),
+    ],
+)
+def test_rounded_time(series: list[str], interval: float | None) -> None:
+    content = "series,time,x\n" + "".join(
+        f"{name},{time},1\n" for name, times in enumerate(series) for time in times.split()
+    )
+    if interval is None:
+        assert "the time" in _error("a.csv", content)
+    else:
+        assert _read("a.csv", content).interval == float(f"{interval:.6g}")
+
+
+LIKE_TIME = (
+    "t T times t_ms ts t(s) Timestamp timestamp_ns timeStamps date DateTime seconds ms hours epoch elapsed "
+    "elapsed_time unixTime time_ms time[s] timems time_x time-of-day date_y"
+)
+
+
+@pytest.mark.parametrize("name", LIKE_TIME.split())
+def test_columns_like_a_time(name: str) -> None:
+    for header in (f"series,{name},x", f"x,series,time,{name}"):
+        line = ",".join("1" * len(header.split(",")))
+        assert "the column of the time must be one, named time" in _error("a.csv", f"{header}\n{line}\n")
+    series = _read("a.csv", f"series,{name},time (s),x\na,5,0,1\n", channel_names=("x", name))
+    assert _values(series) == [[[1, 5]]]
+
+
+@pytest.mark.parametrize(
+    "name", ["T (K)", "t1", "t_min", "timer", "temperature", "update", "s", "us", "hour", "clock_hz"]
+)
+def test_columns_not_like_a_time(name: str) -> None:
+    assert _read("a.csv", f"series,{name}\na,5\n").channel_names == (name,)
+
+
+@pytest.mark.parametrize("name", ["class", "CLASSES", "class_id", "target", "category", "labels", "ground truth", "y"])
+def test_columns_like_a_label(name: str) -> None:
+    message = f"the column of the class must be named label; got '{name}'"
+    assert message in _error("a.csv", f"series,{name},acc\na,5,1\n")
+    for header, channels in ((f"series,{name},acc", (name, "acc")), (f"label,series,{name},acc", None)):
+        series = _read("a.csv", f"{header}\n{','.join('1' * len(header.split(',')))}\n", channel_names=channels)
+        assert series.channel_names == (name, "acc")
+
+
+@pytest.mark.parametrize("names", ["y", "x,y", "Y,z,X", "y0,acc", "classy,subclass"])
+def test_columns_not_like_a_label(names: str) -> None:
+    series = _read("a.csv", f"series,time,{names}\n1,{','.join('1' * len(('time,' + names).split(',')))}\n")
+    assert series.channel_names == tuple(names.split(","))
 
 
 def test_time_needs_two_positions() -> None:
@@ -832,6 +956,8 @@ def test_channel_names_where_the_file_has_none() -> None:
     assert _error("a.ts", TS + "1:2:walk\n", channel_names=("x", "y", "z")) == message
     message = f"read_series: a.csv must hold 2 channels, as channel_names: 'x', 'y'; got 1 {cure}"
     assert _error("a.csv", "0,1\n1,2\n", channel_names=("x", "y")) == message
+    message = f"read_series: a.ts must hold 1 channel, as channel_names: 'x'; got 2 {cure}"
+    assert _error("a.ts", TS + "1:2:walk\n", channel_names=("x",)) == message
 
 
 @pytest.mark.parametrize("argument", ["class_names", "channel_names"])
@@ -936,6 +1062,18 @@ def test_any_path(tmp_path: Path) -> None:
         read_series(tmp_path / "b.csv")
 
 
+class _Bytes:
+    def __fspath__(self) -> bytes:
+        return b"a.csv"
+
+
+@pytest.mark.parametrize(("path", "got"), [(b"a.csv", "b'a.csv'"), (None, "None"), (7, "7"), (_Bytes(), "<.*>")])
+def test_not_a_path(path: Any, got: str) -> None:
+    rule = r"path must be text or a path of text, such as a pathlib\.Path"
+    with pytest.raises(ValueError, match=f"^read_series: {rule}; got {got}$"):
+        read_series(path)
+
+
 def test_errors_stay_short() -> None:
     """Whatever the length of the line at fault."""
     long = "y" * 100_000
@@ -951,6 +1089,7 @@ def test_errors_stay_short() -> None:
             f"series,x\na,{long}\n",
             f"series,{long}\na,?\n",
             f"series,x\n{long},1\nb,1\n{long},1\n",
+            f"series,time,time ({long})\na,1,1\n",
             f"{long};\n",
         ],
     }
@@ -959,4 +1098,6 @@ def test_errors_stay_short() -> None:
             message = _error(name, content)
             assert "yyy...'" in message
             assert len(message) < 600
+    digits = "1." + "0" * 100_000
+    assert len(_error("a.csv", f"series,time,x\na,{digits}1,1\na,{digits},1\n")) < 600
     assert len(_error("a.csv", f'0\n"{long + long}"\n')) < 600  # more than the csv module takes in one cell
