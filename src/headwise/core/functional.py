@@ -242,27 +242,26 @@ def _harmless(query: Tensor, key: Tensor, value: Tensor, scale: float | None) ->
     if torch.float16 in (query.dtype, _score_dtype(query)) or not eager() or _len_torch_dispatch_stack():
         return False  # float16 overflows soon, in backward as well
     # |q . k| <= |q| |k|. Room is left for a bias beside it and for gradients; a length that overflows fails, as inf.
+    known: dict[int, float] = {}
     most = query.numel() + key.numel() + value.numel()
-    memory = [_memory(tensor, most) for tensor in tensors]
-    lengths = {id(block): _length(block) for block in memory}
-    q_length, k_length, v_length = (lengths[id(block)] for block in memory)
+    q_length, k_length, v_length = (_length(tensor, most, known) for tensor in tensors)
     return q_length * k_length * max(1.0, abs(scale or 0.0)) < 1e30 and v_length < 1e10
 
 
-def _memory(tensor: Tensor, most: int) -> Tensor:
-    """What the tensor is a view of, if that is in one piece and not more than is read anyway: read faster, or once."""
-    base = tensor._base
-    if base is None or not base.is_floating_point() or base.numel() > most or not base.is_contiguous():
-        return tensor
-    return base
+def _length(tensor: Tensor, most: int, known: dict[int, float]) -> float:
+    """At least the Euclidean length of a tensor: that of the memory it lies in, unless that holds much else.
 
-
-def _length(tensor: Tensor) -> float:
-    tensor = tensor.detach()
-    if tensor.is_contiguous():
-        flat = tensor.view(-1)
-        return math.sqrt(square) if (square := float(torch.dot(flat, flat))) >= 0 else math.nan
-    return float(torch.linalg.vector_norm(tensor))
+    Memory is read in one run, and once for heads that are views of one product.
+    """
+    tensor, storage = tensor.detach(), tensor.untyped_storage()
+    number, place = storage.nbytes() // tensor.element_size(), storage.data_ptr()
+    if number > most:
+        return float(torch.linalg.vector_norm(tensor))
+    if place not in known:
+        flat = tensor.as_strided((number,), (1,), 0)
+        square = float(torch.dot(flat, flat))
+        known[place] = math.sqrt(square) if square >= 0 else math.nan
+    return known[place]
 
 
 def _silence(keys: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

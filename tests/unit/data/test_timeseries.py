@@ -521,6 +521,20 @@ CSV_ERRORS = {
             "decimal comma must be a point, a comma in text needs quotes)"
         ),
     ),
+    "one cell": (
+        "0\n1,2\n",
+        (
+            ", line 2: the row must have 1 cell, as the header; got 2 (cure: add or delete cells; a "
+            "decimal comma must be a point, a comma in text needs quotes)"
+        ),
+    ),
+    "label and class, wide": (
+        "0,class,label\n1,2,walk\n",
+        (
+            ", line 1: the header must have a column `series`, or, besides "
+            "`label`, only columns numbered on from 0 or 1 with one prefix; got 'class' (cure: write FORMS)"
+        ),
+    ),
     "cells": (
         LONG + "a,0,walk,1,2\n\na,10,walk,1\n",
         (
@@ -780,6 +794,8 @@ def test_time(column: str, times: str, known: tuple[float, str]) -> None:
         (["0 17", *["0 17"] * 9, "0 17 33 50 67 83 100 117 133 150 167 183 200"], 16.8182),
         (["0.000000e+00 1.666667e-02 3.333333e-02", "9.998333e+03 1.000002e+04 1.000003e+04"], None),
         ([" ".join(f"{at / 60:.6g}" for at in range(6100))], 0.0166667),  # 6 digits, whichever the decimals
+        ([*["0 5"] * 9, "0 5 11 16 22 27"], 5.14286),  # the short ones pull the mean, all in one direction
+        (["0.001 1.001 2.001 3 4 5.6 7"], None),  # 4 is 4.000 here
         (["10 20 31"], 10.5),
         (["1700000000000000000 1700000000016666667 1700000000033333333"], 16666666.5),
         (["1700000000.000000000001 1700000000.000000000002 1700000000.000000000003"], 1e-12),
@@ -832,6 +848,10 @@ def test_columns_like_a_label(name: str) -> None:
 def test_columns_not_like_a_label(names: str) -> None:
     series = _read("a.csv", f"series,time,{names}\n1,{','.join('1' * len(('time,' + names).split(',')))}\n")
     assert series.channel_names == tuple(names.split(","))
+
+
+def test_blanks_around_time() -> None:
+    assert _read("a.csv", "series,time,x\na, 0 ,1\na,\t10\t,1\n").interval == 10
 
 
 def test_time_needs_two_positions() -> None:
