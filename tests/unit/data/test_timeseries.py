@@ -1012,7 +1012,7 @@ def _zip() -> bytes:
     [
         (b"\x89PNG\r\n\x1a\n\0", " must be UTF-8 text; got a PNG picture"),
         (None, " must be UTF-8 text; got a ZIP archive (.zip, .xlsx, .npz or .pt)"),
-        (gzip.compress(b"0\n1\n"), " must be UTF-8 text; got a gzip archive"),
+        (gzip.compress(b"0\n1\n", mtime=0), " must be UTF-8 text; got a gzip archive"),
         (b"%PDF-1.7\n", " must be UTF-8 text; got a PDF document"),
         (b"\x89HDF\r\n\x1a\n", " must be UTF-8 text; got an HDF5 file"),
         (b"PAR1\x15", " must be UTF-8 text; got a Parquet file"),
