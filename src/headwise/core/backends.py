@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional
+from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from headwise.core.lowering import NOTHING_HIDDEN, Lowered, Size
 
@@ -73,6 +74,17 @@ def eager() -> bool:
 def transformed() -> bool:
     """Whether torch.func (vmap, grad, jvp) or forward-mode AD is at work, which fused kernels have no rules for."""
     return not torch.compiler.is_compiling() and (_IN_TRANSFORM() or forward_ad._current_level >= 0)
+
+
+def readable(tensor: Tensor) -> bool:
+    """Whether the tensor's numbers can be read without a wait, and no tracer needs one path for all numbers."""
+    plain = type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu"
+    return eager() and plain and not _len_torch_dispatch_stack()
+
+
+def autocasts(device: torch.device) -> bool:
+    """Whether autocast is on for this kind of device; some, such as meta, have none."""
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
 
 
 def choose(request: Request) -> Backend:
@@ -303,11 +315,10 @@ def _part(request: Request, head: int, rows: slice) -> Request:
 
 def _products(query: Tensor, key: Tensor, scale: float) -> Tensor:
     """Scaled scores in float32 at least, as fused kernels have them: 16 bit would round them, or overflow."""
-    device = query.device.type
     if query.dtype in (torch.float16, torch.bfloat16):
         query, key = query.float(), key.float()
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        with torch.autocast(device, enabled=False):
+    if autocasts(query.device):
+        with torch.autocast(query.device.type, enabled=False):
             return _times_heads(query * scale, key.transpose(-1, -2))
     return _times_heads(query * scale, key.transpose(-1, -2))
 
@@ -366,7 +377,7 @@ def _teach_double_backward(out: Tensor, call: tuple[Any, ...], view: Tensor | No
         view: the only use of `out`, if there is one. A hook on a tensor is cheaper than one on a node, and this one
             adds the other when it is needed; on `out` itself it would be a reference cycle.
     """
-    node = out.grad_fn
+    node: Any = out.grad_fn  # there is one: whoever calls has asked
     kind = type(node)
     fused = _FUSED_NODES.get(kind)
     if fused is None:
@@ -390,18 +401,19 @@ def _teach_double_backward(out: Tensor, call: tuple[Any, ...], view: Tensor | No
 
     def before(_: Tensor) -> None:
         if torch.is_grad_enabled():
-            handles.append(node.register_hook(after))  # type: ignore[union-attr]
+            handles.append(node.register_hook(after))
         elif not _KEEPS_GRAPH():
             held.clear()
         while len(handles) > 1:  # one is enough, however often the graph is walked
             handles.pop(0).remove()
 
     if view is None:
-        node.register_hook(after)  # type: ignore[union-attr]
+        node.register_hook(after)
         return
     handles: list[Any] = []
     view._backward_hooks = {0: before}  # what Tensor.register_hook does, without a handle to remove it by
-    view.grad_fn._register_hook_dict(view)  # type: ignore[union-attr]
+    above: Any = view.grad_fn
+    above._register_hook_dict(view)
 
 
 def _versions(call: tuple[Any, ...]) -> list[int]:

@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from headwise._checks import invalid
-from headwise.core.backends import BACKENDS, PLAIN, Backend, Request, choose, eager, softmax_scores
+from headwise.core.backends import BACKENDS, PLAIN, Backend, Request, autocasts, choose, readable, softmax_scores
 from headwise.core.lowering import NOTHING_HIDDEN, Size
 from headwise.core.masks import Mask, lower, visible_keys
 
@@ -214,32 +213,28 @@ def prepare(
     if mask is not None:
         B, H, L, _ = query.shape
         size = Size(B, H, L, key.shape[-2], query.device)
-        lowered = lower(mask, size, _score_dtype(query))
+        dtype = _score_dtype(query)
+        lowered = lower(mask, size, dtype)
         keys = visible_keys(mask, size)
-        if keys is not None and not _harmless(query, key, value, scale):
+        if keys is not None and not _harmless(query, key, value, dtype, scale):
             key, value = _silence(keys, key, value)
     return Request(query, key, value, lowered, scale, dropout, drop, softcap, sink, grouped)
 
 
 def _score_dtype(query: Tensor) -> torch.dtype:
     """The dtype the scores will have, which a bias has to fit: under autocast it is not the query's."""
-    device = query.device.type
-    known = torch.amp.is_autocast_available(device)
-    if known and query.dtype != torch.float64 and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
+    if query.dtype != torch.float64 and autocasts(query.device):
+        return torch.get_autocast_dtype(query.device.type)
     return query.dtype
 
 
-def _harmless(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> bool:
+def _harmless(query: Tensor, key: Tensor, value: Tensor, score_dtype: torch.dtype, scale: float | None) -> bool:
     """Whether no hidden key or value can make a NaN: all are finite, and so is every product of a query and a key.
 
-    Reading is a tenth of the time of writing zeros, in backward too. Only where a number can be read without a wait and
-    no tracer needs the general path: plain tensors in eager mode on the CPU.
+    Reading is a tenth of the time of writing zeros, in backward too.
     """
     tensors = (query, key, value)
-    if not all(type(tensor) is Tensor and tensor.device.type == "cpu" for tensor in tensors):
-        return False
-    if torch.float16 in (query.dtype, _score_dtype(query)) or not eager() or _len_torch_dispatch_stack():
+    if torch.float16 in (query.dtype, score_dtype) or not all(map(readable, tensors)):
         return False  # float16 overflows soon, in backward as well
     # |q . k| <= |q| |k|. Room is left for a bias beside it and for gradients; a length that overflows fails, as inf.
     known: dict[int, float] = {}

@@ -12,10 +12,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
 from headwise._checks import invalid
-from headwise.core.backends import PLAIN, choose, eager, run_unmasked
+from headwise.core.backends import PLAIN, autocasts, choose, readable, run_unmasked
 from headwise.core.functional import prepare
 from headwise.core.layouts import is_hooked
 from headwise.core.lowering import Size
@@ -406,15 +405,9 @@ def _attend_nested(
 
 
 def _zeros_and_ones(mask: Tensor) -> bool:
-    if (
-        not isinstance(mask, Tensor)
-        or not mask.is_floating_point()
-        or mask.device.type != "cpu"
-        or not eager()
-        or mask.numel() == 0
-    ):
+    if not isinstance(mask, Tensor) or not readable(mask) or not mask.is_floating_point():
         return False
-    if type(mask) not in (Tensor, nn.Parameter) or mask.dtype.itemsize == 1 or _len_torch_dispatch_stack():
+    if mask.dtype.itemsize == 1 or mask.numel() == 0:
         return False
     mask = mask.detach()
     if mask[(0,) * (mask.dim() - 1) + (-1,)].item() not in (0.0, 1.0):
@@ -515,9 +508,7 @@ def _wrong_kind(
     if type(error) is not RuntimeError or weight is None:
         return error
     for name, tensor in (("query", query), ("key", key), ("value", value)):
-        device = tensor.device.type
-        cast_for_us = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-        for what in ("device",) if cast_for_us else ("dtype", "device"):
+        for what in ("device",) if autocasts(tensor.device) else ("dtype", "device"):
             have, want = getattr(tensor, what), getattr(weight, what)
             if have != want:
                 rule = f"have the parameters' {what}, {want}; convert it or the module with .to()"

@@ -134,10 +134,17 @@ class EncoderBlock(FeedForward):
         """
         rows = None
         if query_padding_mask is not None:
-            rows = _padded_rows(x, query_padding_mask)
+            check_padding("EncoderBlock", "query_padding_mask", query_padding_mask, x.shape[:-1], x)
+            rows = query_padding_mask
             if key_padding_mask is not None:
                 x = x.masked_fill(_hidden_too(rows, key_padding_mask)[..., None], 0.0)
-        words = _given(key_padding_mask, attn_mask, is_causal, mask, average_attn_weights)
+        words = _given(
+            key_padding_mask=key_padding_mask,
+            attn_mask=attn_mask,
+            is_causal=is_causal or None,
+            mask=mask,
+            average_attn_weights=average_attn_weights,
+        )
         attend_to = _first_norm(self.norm1, x) if self.norm_first else x
         attended, weights = _attend(self.self_attn, attend_to, need_weights, words)
         x = x + self.dropout1(attended)
@@ -211,16 +218,21 @@ class Encoder(nn.Module):
         Raises:
             ValueError: as `EncoderBlock.forward`.
         """
-        words = _given(key_padding_mask, attn_mask, is_causal, mask, average_attn_weights)
-        if query_padding_mask is not None:
-            words["query_padding_mask"] = query_padding_mask
+        words = _given(
+            key_padding_mask=key_padding_mask,
+            attn_mask=attn_mask,
+            is_causal=is_causal or None,
+            query_padding_mask=query_padding_mask,
+            mask=mask,
+            average_attn_weights=average_attn_weights,
+            need_weights=need_weights or None,
+        )
         weights: list[Tensor] = []
         for layer in self.layers:
+            x = layer(x, **words)
             if need_weights:
-                x, its_weights = layer(x, need_weights=True, **words)
+                x, its_weights = x
                 weights.append(its_weights)
-            else:
-                x = layer(x, **words)
         if self.norm is not None:
             x = self.norm(x)
             if query_padding_mask is not None:
@@ -228,21 +240,8 @@ class Encoder(nn.Module):
         return (x, weights) if need_weights else x
 
 
-def _given(
-    key_padding_mask: Tensor | None,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    mask: Mask | None,
-    average_attn_weights: bool | None,
-) -> dict[str, Any]:
+def _given(**words: Any) -> dict[str, Any]:
     """The words of a call that say something: what is not asked for need not be understood by what is called."""
-    words: dict[str, Any] = {
-        "key_padding_mask": key_padding_mask,
-        "attn_mask": attn_mask,
-        "is_causal": is_causal or None,
-        "mask": mask,
-        "average_attn_weights": average_attn_weights,
-    }
     return {word: value for word, value in words.items() if value is not None}
 
 
@@ -306,13 +305,14 @@ def _check_attention(attention: nn.Module, embed_dim: int, num_heads: int | None
             raise invalid("EncoderBlock", f"attention.{name}", f"be {wanted}", got)
 
 
-def _padded_rows(x: Tensor, query_padding_mask: Tensor) -> Tensor:
-    fits = isinstance(query_padding_mask, Tensor) and query_padding_mask.dtype == torch.bool
-    if not fits or query_padding_mask.shape != x.shape[:-1]:
-        rule = f"be bool {tuple(x.shape[:-1])}, True = padding"
-        got = kind_of(query_padding_mask)
-        raise invalid("EncoderBlock", "query_padding_mask", rule, got, x=x)
-    return query_padding_mask
+def check_padding(function: str, argument: str, mask: object, shape: torch.Size, x: Tensor) -> None:
+    """Hold that a padding mask is bool and of this shape.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != shape:
+        raise invalid(function, argument, f"be bool {tuple(shape)}, True = padding", kind_of(mask), x=x)
 
 
 def _hidden_too(rows: Tensor, key_padding_mask: Tensor) -> Tensor:

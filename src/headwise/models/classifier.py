@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwise._checks import invalid, kind_of
+from headwise._checks import invalid
+from headwise.core.backends import autocasts
 from headwise.core.multihead import MultiheadAttention
-from headwise.layers.blocks import Encoder, EncoderBlock
+from headwise.layers.blocks import Encoder, EncoderBlock, check_padding
 from headwise.layers.feedforward import make_norm
 from headwise.layers.positions import sinusoids
 
@@ -315,26 +316,18 @@ def _names(argument: str, names: Sequence[str], number: int, first: int) -> list
     return [str(name) for name in given]
 
 
-def _casts(device: str) -> bool:
-    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
-
-
 def _check_input(model: SequenceClassifier, x: Tensor, padding_mask: Tensor | None) -> None:
     if isinstance(model.embedding, SeriesEmbedding):
         num_channels, dtype = model.embedding.conv.in_channels, model.embedding.conv.weight.dtype
         if x.ndim != 3 or x.shape[2] != num_channels or x.shape[1] == 0:
             rule = f"be a padded batch of series (B, L, {num_channels}) with L at least 1"
             raise invalid(_NAME, "x", rule, tuple(x.shape))
-        if x.dtype != dtype and not (x.dtype in _CAST_BY_AUTOCAST and _casts(x.device.type)):
+        if x.dtype != dtype and not (x.dtype in _CAST_BY_AUTOCAST and autocasts(x.device)):
             raise invalid(_NAME, "x", f"be {dtype}, as the parameters; x.to({dtype})", x.dtype)
     else:
         if x.ndim != 2 or x.shape[1] == 0:
             raise invalid(_NAME, "x", "be a padded batch of token ids (B, L) with L at least 1", tuple(x.shape))
         if x.dtype not in (torch.int64, torch.int32):
             raise invalid(_NAME, "x", "be int64 or int32 token ids", x.dtype)
-    if padding_mask is None:
-        return
-    fits = isinstance(padding_mask, Tensor) and padding_mask.dtype == torch.bool
-    if not fits or padding_mask.shape != x.shape[:2]:
-        got = kind_of(padding_mask)
-        raise invalid(_NAME, "padding_mask", f"be bool {tuple(x.shape[:2])}, True = padding", got, x=x)
+    if padding_mask is not None:
+        check_padding(_NAME, "padding_mask", padding_mask, x.shape[:2], x)
