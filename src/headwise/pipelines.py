@@ -29,7 +29,7 @@ from headwise._files import whole
 from headwise.data.samples import Series, collate, japanese_vowels, pad
 from headwise.data.timeseries import read_series
 from headwise.models.classifier import SequenceClassifier, SeriesEmbedding
-from headwise.models.files import load, save
+from headwise.models.files import load, save, weights_of
 from headwise.observe.heatmap import AttentionMap, heatmap
 
 _BATCH = 32  # series a step, in training and after it
@@ -167,7 +167,7 @@ def demo(
     with _folder("demo", output):
         model = _fit("demo", train, seed, epochs, progress)
         logits_NY = _logits("demo", model, test)
-        written = _save(model, output / "model")
+        save(model, output / "model")
         again = _load_classifier("demo", output / "model")
         if not torch.equal(_logits("demo", again, test), logits_NY):
             raise RuntimeError("demo: the model that was saved and loaded again gives other logits")
@@ -175,18 +175,17 @@ def demo(
         longest = max(range(len(test)), key=lambda index: len(test.values[index]))
         maps = _attention_maps(again, test, [longest, *_one_of_each_class(test)], logits_NY)
         pictures = heatmap(maps[0], output / "attention.png"), heatmap(maps, output / "attention.html")
-        result = TrainResult(
+        result = _report(
+            model,
+            output / "model",
+            train,
             evaluation=_score(model.class_names, logits_NY, test),
             tested_on="the official test split",
-            parameters=sum(parameter.numel() for parameter in model.parameters()),
             epochs=epochs,
-            seconds=time.perf_counter() - started,
             seed=seed,
-            num_train=len(train),
-            files=(),
+            started=started,
         )
-        report = _report(result, output / "model", train, None)
-        return dataclasses.replace(result, files=(*written, report, *pictures))
+        return dataclasses.replace(result, files=(*result.files, *pictures))
 
 
 def train_classifier(
@@ -234,19 +233,19 @@ def train_classifier(
         epochs = max(30, -(-400 * _BATCH // len(train)))
     with _folder("train_classifier", output):
         model = _fit("train_classifier", train, seed, epochs, progress)
-        logits_NY = _logits("train_classifier", model, held_out)
-        result = TrainResult(
-            evaluation=_score(model.class_names, logits_NY, held_out),
+        evaluation = _score(model.class_names, _logits("train_classifier", model, held_out), held_out)
+        save(model, output)
+        return _report(
+            model,
+            output,
+            train,
+            data=data,
+            evaluation=evaluation,
             tested_on=tested_on,
-            parameters=sum(parameter.numel() for parameter in model.parameters()),
             epochs=epochs,
-            seconds=time.perf_counter() - started,
             seed=seed,
-            num_train=len(train),
-            files=(),
+            started=started,
         )
-        written = _save(model, output)
-        return dataclasses.replace(result, files=(*written, _report(result, output, train, data)))
 
 
 def evaluate(directory: str | os.PathLike[str], data: str | os.PathLike[str]) -> Evaluation:
@@ -513,31 +512,46 @@ def _same_time(function: str, model: SequenceClassifier, series: Series, data: s
         raise invalid(function, "data", rule, f"{other:g} {other_unit}, in {data}")
 
 
-def _save(model: SequenceClassifier, directory: Path) -> tuple[Path, Path]:
-    """Save, and name the two files."""
-    config = save(model, directory) / "config.json"
-    return config, directory / json.loads(config.read_text(encoding="utf-8"))["weights"]["file"]
-
-
-def _report(result: TrainResult, directory: Path, train: Series, data: str | os.PathLike[str] | None) -> Path:
-    """Write what `evaluate` and a person want to know of a training beside the model that came of it."""
+def _report(
+    model: SequenceClassifier,
+    directory: Path,
+    train: Series,
+    *,
+    data: str | os.PathLike[str] | None = None,
+    evaluation: Evaluation,
+    tested_on: str,
+    epochs: int,
+    seed: int,
+    started: float,
+) -> TrainResult:
+    """Sum a training up, and write what `evaluate` and a person want to know of it beside the model that came of it."""
+    weights, path = weights_of(directory), directory / "report.json"
+    assert weights is not None
+    result = TrainResult(
+        evaluation=evaluation,
+        tested_on=tested_on,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        epochs=epochs,
+        seconds=time.perf_counter() - started,
+        seed=seed,
+        num_train=len(train),
+        files=(directory / "config.json", weights, path),
+    )
     report = dataclasses.asdict(result)
     del report["files"]
-    weights = json.loads((directory / "config.json").read_text(encoding="utf-8"))["weights"]["file"]
-    report |= {"weights": weights, "data": None if data is None else os.fspath(data)}
+    report |= {"weights": weights.name, "data": None if data is None else os.fspath(data)}
     report |= {"data_sha256": None if data is None else _sha256(data), "trained_on": list(train.names)}
-    path = directory / "report.json"
     with whole(path) as part:
         part.write_text(json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
-    return path
+    return result
 
 
 def _num_learnt(directory: Path, data: str | os.PathLike[str], num_series: int) -> int:
     """How many of the file's series were trained on, if the report tells: a report of other weights does not."""
+    weights = weights_of(directory)
     try:
         report = json.loads((directory / "report.json").read_text(encoding="utf-8"))
-        weights = json.loads((directory / "config.json").read_text(encoding="utf-8"))["weights"]["file"]
-        known = report["weights"] == weights and report["data_sha256"] == _sha256(data)
+        known = weights is not None and report["weights"] == weights.name and report["data_sha256"] == _sha256(data)
         return min(len(report["trained_on"]), num_series) if known else 0
     except (OSError, ValueError, KeyError, TypeError):
         return 0  # models that `headwise.save` wrote have none

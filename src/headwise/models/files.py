@@ -74,7 +74,7 @@ def save(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
     }
     folder.mkdir(parents=True, exist_ok=True)
     weights_file, config_file = folder / file_name, folder / "config.json"
-    before, is_new = _named_weights(config_file), not weights_file.exists()
+    before, is_new = weights_of(folder), not weights_file.exists()
     try:
         with whole(weights_file) as part:
             part.write_bytes(weights)
@@ -82,11 +82,11 @@ def save(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
             part.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     except BaseException:
         # Interrupted: weights that no config names are nobody's, unless the config got its name just before.
-        if is_new and _named_weights(config_file) != file_name:
+        if is_new and weights_of(folder) != weights_file:
             weights_file.unlink(missing_ok=True)
         raise
-    if before not in (None, file_name):
-        (folder / f"{before}").unlink(missing_ok=True)
+    if before is not None and before != weights_file:
+        before.unlink(missing_ok=True)
     _sweep(folder)
     return folder
 
@@ -132,7 +132,9 @@ def load(directory: str | os.PathLike[str], *, device: torch.device | str | int 
         raise _refused(weights_file, rule, f"{len(weights)} bytes with another SHA-256 than config.json has")
     try:
         state: dict[str, Tensor] = codec.load(weights)
-    except Exception as error:  # the library has an error type of its own, in a module that is loaded late
+    except (
+        Exception
+    ) as error:  # whatever a file that was made by hand brings out of the library: it is the file's fault
         raise _refused(weights_file, "be a safetensors file", str(error)) from error
     for name, value in state.items():
         if not value.is_floating_point():
@@ -146,6 +148,15 @@ def load(directory: str | os.PathLike[str], *, device: torch.device | str | int 
     _same_parameters("load", str(weights_file), state, model)
     model.load_state_dict(state, assign=True)
     return model.to(device).eval()
+
+
+def weights_of(directory: str | os.PathLike[str]) -> Path | None:
+    """Return the file of weights that a folder's config names now; None if no model is there."""
+    folder = Path(directory)
+    try:
+        return folder / str(_read_config(folder / "config.json")["weights"]["file"])
+    except ValueError:
+        return None
 
 
 def _bare(name: str, arguments: dict[str, Any]) -> nn.Module:
@@ -164,14 +175,6 @@ def _possible(class_name: str, arguments: dict[str, Any], state: dict[str, Tenso
         most = len(state) if name == "num_layers" else num_values
         if isinstance(value, int) and value > most:
             raise ValueError(f"{name}={value}, while the weights hold {num_values} values in {len(state)} tensors")
-
-
-def _named_weights(config_file: Path) -> str | None:
-    """The weights' file that the config names now, if there is a config and it is one of ours."""
-    try:
-        return str(_read_config(config_file)["weights"]["file"])
-    except ValueError:
-        return None
 
 
 def _sweep(folder: Path) -> None:
