@@ -35,6 +35,11 @@ def kind_of(value: object) -> str:
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
+def counted(number: int, noun: str, nouns: str = "") -> str:
+    """Return "1 channel", "2 channels"; `nouns` is the plural where an s does not make it."""
+    return f"{number} {noun if number == 1 else nouns or noun + 's'}"
+
+
 def need(module: str, extra: str) -> ModuleType:
     """Import an optional dependency, or say which extra brings it.
 

@@ -7,12 +7,17 @@ import io
 import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from headwise.data._textfile import File, Names, Table, counted, floats, listed, number_in, short
+from headwise._checks import counted
+from headwise.data._textfile import File, Names, Table, floats, listed, number_in, short
 from headwise.data._time import interval, time_column
+
+if TYPE_CHECKING:
+    from _csv import Reader  # the csv module has no name for it
 
 _FORMS = """one of two forms, told apart by a column `series`
   long, one row a position:  series,time (ms),label,acc_x,acc_y
@@ -41,7 +46,7 @@ def read_csv(file: File, text: str, channel_names: Names) -> Table:
     return _read_wide(file, (line, header), columns.get("label"), rows)
 
 
-def _rows(file: File, reader: csv._reader) -> Iterator[_Row]:  # type: ignore[name-defined]
+def _rows(file: File, reader: Reader) -> Iterator[_Row]:
     """Yield the rows that are not blank, each with the number of its first line."""
     width, following = 0, 1
     try:

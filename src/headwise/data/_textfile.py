@@ -103,11 +103,6 @@ def unknown_label(file: File, line: int, label: str, class_names: Sequence[str])
     return file.wrong(line, "the label", f"be one of {listed(class_names)}", short(label), cure)
 
 
-def counted(number: int, noun: str) -> str:
-    """Return "1 channel", "2 channels"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def number_in(cell: str) -> float | None:
     """Return the value, or None: `float` also takes 1_000, nan, infinity and the digits of other scripts."""
     text = cell.strip()

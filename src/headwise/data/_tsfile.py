@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from headwise.data._textfile import File, Table, counted, floats, short, unknown_label
+from headwise._checks import counted
+from headwise.data._textfile import File, Table, floats, short, unknown_label
 
 _FLAGS = ("@timeStamps", "@targetLabel", "@missing", "@univariate", "@equalLength")
 _COUNTS = ("@dimensions", "@seriesLength")

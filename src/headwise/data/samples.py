@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
-from headwise._checks import invalid
+from headwise._checks import counted, invalid, kind_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ class Series(Dataset[tuple[Tensor, Tensor]]):
     def _check_labels(self, labels: Tensor) -> None:
         if labels.shape != (len(self.values),) or labels.dtype != torch.int64:
             rule = f"be int64 with one label for each of {len(self.values)} series"
-            raise invalid("Series", "labels", rule, f"{labels.dtype} {tuple(labels.shape)}")
+            raise invalid("Series", "labels", rule, kind_of(labels))
         low, high = int(labels.min()), int(labels.max())
         if low < 0 or high >= len(self.class_names):
             raise invalid("Series", "labels", f"lie in [0, {len(self.class_names)})", f"{low} to {high}")
@@ -74,12 +74,11 @@ class Series(Dataset[tuple[Tensor, Tensor]]):
         """Return sizes and classes, not the values."""
         lengths = [len(value) for value in self.values]
         low, high = min(lengths), max(lengths)
-        plural = "" if self.num_channels == 1 else "s"
         length = f"length {low}" if low == high else f"lengths {low} to {high}"
         classes = "no labels" if self.labels is None else f"classes {', '.join(map(repr, self.class_names))}"
         if len(classes) > 80:
             classes = f"{len(self.class_names)} classes"
-        return f"Series({len(self)} series, {self.num_channels} channel{plural}, {length}, {classes})"
+        return f"Series({len(self)} series, {counted(self.num_channels, 'channel')}, {length}, {classes})"
 
     def __len__(self) -> int:
         """Return N, the number of series."""
@@ -178,7 +177,7 @@ def _check_values(function: str, values: Sequence[Tensor]) -> None:
     for index, value in enumerate(values):
         if value.ndim != 2 or 0 in value.shape or not value.is_floating_point():
             rule = "be floating (L, X) tensors with at least one position and channel"
-            raise invalid(function, f"values[{index}]", rule, f"{value.dtype} {tuple(value.shape)}")
+            raise invalid(function, f"values[{index}]", rule, kind_of(value))
     for index, (value, following) in enumerate(pairwise(values), start=1):
         if (value.shape[1], value.dtype) != (following.shape[1], following.dtype):
             rule = f"have {value.shape[1]} channels of {value.dtype}, as the series before"

@@ -25,9 +25,9 @@ from pathlib import Path
 
 import torch
 
-from headwise._checks import invalid
+from headwise._checks import counted, invalid
 from headwise.data._csvfile import read_csv
-from headwise.data._textfile import File, Names, Table, counted, listed, number_in, short, text_of, unknown_label
+from headwise.data._textfile import File, Names, Table, listed, number_in, short, text_of, unknown_label
 from headwise.data._tsfile import read_ts
 from headwise.data.samples import Series
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from headwise._checks import invalid, kind_of, need
+from headwise._checks import counted, invalid, kind_of, need
 from headwise._files import whole
 from headwise.observe.picture import GREATEST, Line, Picture, hues, keep, prepare
 from headwise.observe.png import draw
@@ -104,15 +104,15 @@ class AttentionMap:
     def __repr__(self) -> str:
         """Say what is in it, not all of it: a tensor's values would fill the screen."""
         num_queries, num_keys = self.weights[0].shape[-2:]
-        heads = ("mean of heads" if each.dim() == 2 else _count(len(each), "head") for each in self.weights)
-        parts = [_count(len(self.weights), "layer"), " or ".join(dict.fromkeys(heads))]
-        parts.append(f"{_count(num_queries, 'query', 'queries')} x {_count(num_keys, 'key')}")
+        heads = ("mean of heads" if each.dim() == 2 else counted(len(each), "head") for each in self.weights)
+        parts = [counted(len(self.weights), "layer"), " or ".join(dict.fromkeys(heads))]
+        parts.append(f"{counted(num_queries, 'query', 'queries')} x {counted(num_keys, 'key')}")
         if self.query_padding_mask is not None:
-            parts.append(f"{_count(int(self.query_padding_mask.sum()), 'query', 'queries')} of padding")
+            parts.append(f"{counted(int(self.query_padding_mask.sum()), 'query', 'queries')} of padding")
         if self.key_padding_mask is not None:
-            parts.append(f"{_count(int(self.key_padding_mask.sum()), 'key')} of padding")
+            parts.append(f"{counted(int(self.key_padding_mask.sum()), 'key')} of padding")
         if self.signal is not None:
-            parts.append(f"signal of {_count(len(self.signal), 'step')} x {_count(self.signal.shape[1], 'channel')}")
+            parts.append(f"signal of {counted(len(self.signal), 'step')} x {counted(self.signal.shape[1], 'channel')}")
         title = f" {reprlib.repr(self.title)}" if self.title else ""
         return f"<AttentionMap{title}: {', '.join(parts)}>"
 
@@ -145,10 +145,6 @@ class AttentionMap:
         object.__setattr__(self, attribute, names)
 
 
-def _count(number: int, thing: str, things: str = "") -> str:
-    return f"{number} {thing if number == 1 else things or thing + 's'}"
-
-
 def _held(value: object) -> bool:
     """Whether this is a tensor whose values can be read as a grid: not sparse, nested or on the meta device."""
     return isinstance(value, Tensor) and value.layout == torch.strided and not value.is_meta and not value.is_nested
@@ -170,9 +166,9 @@ def _kinds(value: object) -> str:
     return f"[{', '.join(map(_kind, value[:4]))}{', ...' if len(value) > 4 else ''}]"
 
 
-def _stride(given: object) -> int:
+def _stride(given: Any) -> int:
     try:
-        stride = 0 if isinstance(given, bool) else operator.index(given)  # type: ignore[arg-type]
+        stride = 0 if isinstance(given, bool) else operator.index(given)
     except (TypeError, RuntimeError):  # of a tensor, the second
         stride = 0
     if not 1 <= stride <= MOST_STRIDE:
@@ -180,9 +176,9 @@ def _stride(given: object) -> int:
     return stride
 
 
-def _interval(given: object) -> float:
+def _interval(given: Any) -> float:
     try:
-        interval = 0.0 if isinstance(given, bool | str | bytes) else float(given)  # type: ignore[arg-type]
+        interval = 0.0 if isinstance(given, bool | str | bytes) else float(given)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         interval = 0.0
     if not 1 / GREATEST <= interval <= GREATEST:
