@@ -38,8 +38,8 @@ def row(name: str, seeds: int) -> str:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         train, test = unpack(name, folder)
-        series = read_series(train)
-        lengths = [len(value) for part in (train, test) for value in read_series(part).values]
+        series, other = read_series(train), read_series(test)
+        lengths = [len(value) for part in (series, other) for value in part.values]
         results = []
         for seed in range(seeds):
             results.append(pipelines.train_classifier(train, folder / "model", test=test, seed=seed))

@@ -107,7 +107,8 @@ def classifier(mode: str) -> Case:
     D, layers = ours.config["embed_dim"], ours.config["num_layers"]
     flops = layers * (attention_flops(B, L, D) + 16.0 * B * L * D * D)
     if mode == "eval":
-        ours.eval(), theirs.eval()
+        for model in (ours, theirs):
+            model.eval()
         return Case(
             mode, _inference(lambda: ours(x, padding)), {"torch": _inference(lambda: theirs(x, padding))}, flops
         )

@@ -71,11 +71,7 @@ def evaluation(scores: Evaluation, as_json: bool, tested_on: str | None = None) 
             f"\nNote: {scores.num_learnt} of these {scores.num_series} series were trained on, so this is not the\n"
             "      accuracy on new ones; that is the one that the training printed."
         )
-    tables, boxes = need("rich.table", "cli"), need("rich.box", "cli")
-    table = tables.Table(box=boxes.SIMPLE)
-    table.add_column("class", overflow="fold")
-    for column in ("series", "right", "recall", "precision"):
-        table.add_column(column, justify="right", no_wrap=True, min_width=len(column))
+    table = _table(texts=("class",), numbers=("series", "right", "recall", "precision"))
     for score in scores.classes:
         shares = ("-" if share is None else f"{share:.1%}" for share in (score.recall, score.precision))
         table.add_row(_plain(score.name), str(score.num_series), str(score.num_right), *shares)
@@ -87,11 +83,7 @@ def predictions(given: Sequence[Prediction], as_json: bool) -> None:
     if as_json:
         _json([dataclasses.asdict(one) for one in given])
         return
-    tables, boxes = need("rich.table", "cli"), need("rich.box", "cli")
-    table = tables.Table(box=boxes.SIMPLE)
-    for column in ("series", "predicted"):
-        table.add_column(column, overflow="fold")
-    table.add_column("probability", justify="right", no_wrap=True, min_width=len("probability"))
+    table = _table(texts=("series", "predicted"), numbers=("probability",))
     for one in given:
         table.add_row(_plain(one.series), _plain(one.predicted), f"{one.probability:.1%}")
     _print(table)
@@ -115,6 +107,16 @@ def _rows(*rows: tuple[str, str]) -> None:
     width = max(len(name) for name, _ in rows) + 2
     for name, value in rows:
         print(f"{name:{width}}{value}")
+
+
+def _table(texts: Sequence[str], numbers: Sequence[str]) -> Any:
+    """A table in which names may be broken, so that no number is ever left out."""
+    table = need("rich.table", "cli").Table(box=need("rich.box", "cli").SIMPLE)
+    for column in texts:
+        table.add_column(column, overflow="fold")
+    for column in numbers:
+        table.add_column(column, justify="right", no_wrap=True, min_width=len(column))
+    return table
 
 
 def _plain(text: str) -> Any:
