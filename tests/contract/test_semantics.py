@@ -117,7 +117,7 @@ def test_a_query_with_no_visible_key_has_gradient_0(way: Way) -> None:
             loss = loss + found[name][1][rows if way.weights == "averaged" else dead_BHL].sum()
     loss.backward()
     for name, tensor in zip(("query", "key", "value"), triple, strict=True):
-        assert torch.equal(tensor.grad, torch.zeros_like(tensor)), name  # type: ignore[arg-type]
+        assert torch.equal(tensor.grad, torch.zeros_like(tensor)), name
     for name, parameter in module.named_parameters():
         assert parameter.grad is not None
         assert torch.equal(parameter.grad, torch.zeros_like(parameter)) == (name != "out_proj.bias"), name
@@ -179,7 +179,7 @@ def test_a_query_with_no_visible_key_in_attention(call: Call) -> None:
         found = run_attention(call, triple, cases)
         torch.stack([(out * FUNCTION_DEAD[name][1][..., None]).sum() for name, out in found.items()]).sum().backward()
         for tensor in triple:
-            assert torch.equal(tensor.grad, torch.zeros_like(tensor))  # type: ignore[arg-type]
+            assert torch.equal(tensor.grad, torch.zeros_like(tensor))
 
 
 @pytest.mark.parametrize("path", ["eager", "compiled", "vmapped"])
@@ -200,8 +200,8 @@ def test_a_query_with_no_visible_key_in_attention_weights(path: str) -> None:
     assert torch.equal(each[1], torch.zeros(H, L, S))
     assert torch.equal(average[1], torch.zeros(L, S))
     (each[1].sum() + average[1].sum()).backward()
-    assert torch.equal(query.grad, torch.zeros_like(query))  # type: ignore[arg-type]
-    assert torch.equal(key.grad, torch.zeros_like(key))  # type: ignore[arg-type]
+    assert torch.equal(query.grad, torch.zeros_like(query))
+    assert torch.equal(key.grad, torch.zeros_like(key))
 
 
 # --- which keys a mask speaks of --------------------------------------------------------------------------------------

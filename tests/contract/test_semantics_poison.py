@@ -157,7 +157,7 @@ FUNCTION: dict[str, tuple[Callable[..., masks.Mask], tuple[Tensor, ...], Tensor]
     "dense (B, 1, 1, S)": (masks.dense, (~PADDED[:, None, None],), ~PADDED[:, None, None]),
     "bias (B, 1, 1, S)": (masks.bias, (minus_inf(PADDED[:, None, None]),), ~PADDED[:, None, None]),
     "prefix": (lambda n: masks.prefix(n), (LENGTHS,), ~PADDED[:, None, None]),
-    "from_torch": (lambda block: masks.from_torch(None, block), (PADDED,), ~PADDED[:, None, None]),  # type: ignore[dict-item, return-value]
+    "from_torch": (lambda block: masks.from_torch(None, block), (PADDED,), ~PADDED[:, None, None]),
     "~padding": (lambda block: ~masks.padding(block), (PADDED,), ~PADDED[:, None, None]),
     "padding | prefix(0)": (lambda keep: masks.padding(keep) | masks.prefix(0), (~PADDED,), ~PADDED[:, None, None]),
     "(padding & prefix) | padding": (

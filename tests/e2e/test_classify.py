@@ -6,7 +6,6 @@ import csv
 import json
 import math
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -258,76 +257,66 @@ def test_broken_input_is_one_clear_line_and_writes_nothing(
     assert [path.name for path in tmp_path.iterdir()] == [file]
 
 
-def without_channel(folder: Path) -> tuple[object, ...]:
-    path = folder / "short.csv"
-    path.write_text("series,label,acc\ns0,up,1\ns0,up,2\n")
-    return ("evaluate", folder / "model", "--data", path)
-
-
-def renamed_channel(folder: Path) -> tuple[object, ...]:
-    path = folder / "renamed.csv"
-    path.write_text("series,acc,depth\ns0,1,3\ns0,2,4\n")
-    return ("predict", folder / "model", "--data", path)
-
-
-def unknown_label(folder: Path) -> tuple[object, ...]:
-    path = folder / "label.csv"
-    path.write_text("series,label,acc,pressure\ns0,left,1,3\n")
-    return ("evaluate", folder / "model", "--data", path)
-
-
-def other_rate(folder: Path) -> tuple[object, ...]:
-    path = folder / "rate.csv"
-    path.write_text("series,time (ms),acc,pressure\ns0,0,1,3\ns0,10,1,3\ns0,20,1,3\n")
-    return ("predict", folder / "model", "--data", path)
-
-
-def other_unit(folder: Path) -> tuple[object, ...]:
-    path = folder / "unit.csv"
-    path.write_text("series,time (s),label,acc,pressure\ns0,0,up,1,3\ns0,0.02,up,1,3\ns0,0.04,up,1,3\n")
-    return ("evaluate", folder / "model", "--data", path)
-
-
-def overflowing(folder: Path) -> tuple[object, ...]:
-    path = folder / "huge.csv"
-    path.write_text("series,label,acc,pressure\ngood,up,1,3\nbad,up,3e38,-3e38\n")
-    return ("evaluate", folder / "model", "--data", path)
-
-
-def no_labels(folder: Path) -> tuple[object, ...]:
-    path = write_csv(folder / "bare.csv", made(1), labelled=False)
-    return ("evaluate", folder / "model", "--data", path)
-
-
-MISUSED: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
-    "missing channel": (without_channel, r"short\.csv, line 1: .*pressure"),
-    "renamed channel": (renamed_channel, r"renamed\.csv, line 1: .*pressure.*depth|depth.*pressure"),
-    "unknown label": (unknown_label, r"label\.csv, line 2: .*'left'"),
-    "other rate": (other_rate, r"data must have a row each 20 ms, as in training; .*got 10 ms, in .*rate\.csv"),
-    "other unit": (other_unit, r"data must have a row each 20 ms, as in training; .*got 0\.02 s, in .*unit\.csv"),
-    "overflowing": (overflowing, r"data must hold values that the model can .* series 'bad' overflows; got .* 3e\+38"),
+# The command in the folder of `trained`, what the file behind --data holds if it is not there yet, and what is said.
+MISUSED: dict[str, tuple[str, str, str]] = {
+    "missing channel": (
+        "evaluate model --data short.csv",
+        "series,label,acc\ns0,up,1\ns0,up,2\n",
+        r"short\.csv, line 1: .*pressure",
+    ),
+    "renamed channel": (
+        "predict model --data renamed.csv",
+        "series,acc,depth\ns0,1,3\ns0,2,4\n",
+        r"renamed\.csv, line 1: .*pressure.*depth|depth.*pressure",
+    ),
+    "unknown label": (
+        "evaluate model --data label.csv",
+        "series,label,acc,pressure\ns0,left,1,3\n",
+        r"label\.csv, line 2: .*'left'",
+    ),
+    "other rate": (
+        "predict model --data rate.csv",
+        "series,time (ms),acc,pressure\ns0,0,1,3\ns0,10,1,3\ns0,20,1,3\n",
+        r"data must have a row each 20 ms, as in training; .*got 10 ms, in .*rate\.csv",
+    ),
+    "other unit": (
+        "evaluate model --data unit.csv",
+        "series,time (s),label,acc,pressure\ns0,0,up,1,3\ns0,0.02,up,1,3\ns0,0.04,up,1,3\n",
+        r"data must have a row each 20 ms, as in training; .*got 0\.02 s, in .*unit\.csv",
+    ),
+    "overflowing": (
+        "evaluate model --data huge.csv",
+        "series,label,acc,pressure\ngood,up,1,3\nbad,up,3e38,-3e38\n",
+        r"data must hold values that the model can .* series 'bad' overflows; got .* 3e\+38",
+    ),
+    "no labels": (
+        "evaluate model --data bare.csv",
+        "series,acc,pressure\ns0,1,3\ns0,2,4\n",
+        r"data must hold a label for each series",
+    ),
     "no folder for the predictions": (
-        lambda folder: ("predict", folder / "model", "--data", folder / "test.csv", "--output", folder / "x" / "y.csv"),
+        "predict model --data test.csv --output x/y.csv",
+        "",
         r"output must be a file in a folder that exists; got .*y\.csv",
     ),
     "predictions into a folder": (
-        lambda folder: ("predict", folder / "model", "--data", folder / "test.csv", "--output", folder / "model"),
+        "predict model --data test.csv --output model",
+        "",
         r"output must be a file in a folder that exists; got .*model",
     ),
-    "no labels": (no_labels, r"data must hold a label for each series"),
     "no model": (
-        lambda folder: ("predict", folder, "--data", folder / "test.csv"),
+        "predict . --data test.csv",
+        "",
         r"directory must be the folder of a saved model .*no config\.json",
     ),
     "unknown series": (
-        lambda folder: (
-            *("heatmap", folder / "model", "--data", folder / "test.csv"),
-            *("--series", "s3", "--series", "x", "--output", folder / "out"),
-        ),
+        "heatmap model --data test.csv --series s3 --series x --output out",
+        "",
         r"series must be names of the 40 series in .*'s0' to 's39'; got \['x'\]",
     ),
     "output is a file": (
-        lambda folder: ("heatmap", folder / "model", "--data", folder / "test.csv", "--output", folder / "test.csv"),
+        "heatmap model --data test.csv --output test.csv",
+        "",
         r"output must be a folder that can be made; got .*test\.csv",
     ),
 }
@@ -335,10 +324,13 @@ MISUSED: dict[str, tuple[Callable[[Path], tuple[object, ...]], str]] = {
 
 @pytest.mark.parametrize("name", MISUSED)
 def test_what_does_not_fit_the_model_is_one_clear_line(
-    name: str, trained: Path, capsys: pytest.CaptureFixture[str]
+    name: str, trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    make, message = MISUSED[name]
-    argv = make(trained)
+    command, content, message = MISUSED[name]
+    argv = command.split()
+    monkeypatch.chdir(trained)
+    if content:
+        Path(argv[argv.index("--data") + 1]).write_text(content, "utf-8")
     before = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
     capsys.readouterr()
     assert run(*argv) == 2

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.compiling import Counter
 from torch import Tensor, nn
 from torch.export import Dim, export
 from torch.testing import assert_close
@@ -23,17 +24,6 @@ def _fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
-
-
-class Counter:
-    """A compiler backend that runs graphs as they are and counts them."""
-
-    def __init__(self) -> None:
-        self.graphs: list[torch.fx.GraphModule] = []
-
-    def __call__(self, graph: torch.fx.GraphModule, _: object) -> Any:
-        self.graphs.append(graph)
-        return graph.forward
 
 
 def close(got: Any, want: Any) -> None:
@@ -290,7 +280,7 @@ def test_vmap_over_inputs_and_masks(fused: bool, train: bool) -> None:
 def test_functional_call_with_stacked_parameters(fused: bool, train: bool) -> None:
     """An ensemble: vmap over parameters, and the gradient of each member."""
     members = [MultiheadAttention(D, H, batch_first=True, fused_qkv=fused).train(train) for _ in range(3)]
-    stacked, buffers = torch.func.stack_module_state(members)  # type: ignore[arg-type]
+    stacked, buffers = torch.func.stack_module_state(members)
     assert buffers == {}
     x, pad = torch.randn(2, 5, D), padded(2, 5)
 

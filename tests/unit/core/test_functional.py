@@ -263,7 +263,7 @@ def test_attention_weights_averaged_one_head_at_a_time(mask: masks.Mask | None, 
     assert one_by_one.shape == (B, L, S)
     assert_close(one_by_one, at_once, rtol=1e-6, atol=1e-7)
     assert_close(one_by_one, each.mean(dim=1), rtol=1e-6, atol=1e-7)
-    keep = None if mask is None else mask.keep(masks.Size(B, H, L, S, query.device))  # type: ignore[attr-defined]
+    keep = None if mask is None else mask.keep(masks.Size(B, H, L, S, query.device))
     _, want = reference.attention(query, key, key, keep=keep, sink=options["sink"])
     assert_close(one_by_one.double(), want.mean(dim=1), rtol=1e-5, atol=1e-6)
 

@@ -233,9 +233,9 @@ def test_a_picture_takes_its_size_from_the_mask() -> None:
     assert shape(keys.draw()) == (3, 3)
     assert shape(keys.draw(5)) == (5, 3)
     assert shape(masks.dense(torch.ones(1, 1, 1, 3, dtype=torch.bool)).draw(5)) == (5, 3)
-    assert shape(masks.from_torch(torch.zeros(2, 3)).draw()) == (2, 3)  # type: ignore[union-attr]
+    assert shape(masks.from_torch(torch.zeros(2, 3)).draw()) == (2, 3)
     for given in (torch.zeros(1, 1, 1, 3), torch.zeros(2, 1, 1, 3)):
-        assert shape(masks.from_torch(given).draw()) == (3, 3)  # type: ignore[union-attr]
+        assert shape(masks.from_torch(given).draw()) == (3, 3)
     with pytest.raises(ValueError, match=r"^dense: keep must broadcast to \(B, H, L, S\) = \(1, 1, 4, 3\)"):
         dense.draw(4)
     for sizes in ((0, 3), (3, 0), (-1, 2)):
@@ -246,7 +246,7 @@ def test_a_picture_takes_its_size_from_the_mask() -> None:
 def test_a_picture_of_torch_masks() -> None:
     """The polarity is turned: what torch blocks is a dot."""
     block = torch.tensor([[False, True], [False, False]])
-    assert drawn(masks.from_torch(block), 2) == "\n        0 1\n    0   # .\n    1   # #"  # type: ignore[arg-type]
+    assert drawn(masks.from_torch(block), 2) == "\n        0 1\n    0   # .\n    1   # #"
     both = masks.from_torch(block, torch.tensor([[False, False], [True, False]]), True)
     assert both is not None
     assert drawn(both, sample=0) == "\n        0 1\n    0   # .\n    1   # #"
@@ -384,9 +384,9 @@ def test_combinations_refuse_what_is_no_mask() -> None:
         with pytest.raises(
             ValueError, match=r"^Mask &: the other operand must be a Mask \(wrap a tensor in masks.dense"
         ):
-            _ = masks.causal() & other  # type: ignore[operator]
+            _ = masks.causal() & other
         with pytest.raises(ValueError, match=r"^Mask \|: the other operand must be a Mask"):
-            _ = masks.causal() | other  # type: ignore[operator]
+            _ = masks.causal() | other
     for combine in (lambda: BOOL_2D & masks.causal(), lambda: BOOL_2D | masks.causal()):
         with pytest.raises((ValueError, TypeError)):
             combine()
@@ -398,7 +398,7 @@ def test_combinations_refuse_a_bias_under_or_and_not() -> None:
         lambda: biased | masks.causal(),
         lambda: masks.causal() | biased,
         lambda: masks.causal() | (masks.prefix(1) & biased),
-        lambda: masks.from_torch(FLOAT_2D) | masks.causal(),  # type: ignore[operator]
+        lambda: masks.from_torch(FLOAT_2D) | masks.causal(),
     ):
         with pytest.raises(ValueError, match=r"^Mask \|: an operand must hold no bias: scores add under & only; got "):
             combine()
@@ -406,7 +406,7 @@ def test_combinations_refuse_a_bias_under_or_and_not() -> None:
         lambda: ~biased,
         lambda: ~(masks.causal() & biased),
         lambda: ~masks.from_torch(None, torch.zeros(B, S)),
-    ):  # type: ignore[operator]
+    ):
         with pytest.raises(ValueError, match=r"^Mask ~: an operand must hold no bias: scores add under & only; got "):
             combine()
 
@@ -560,7 +560,7 @@ def test_a_window_without_left_limit_is_causal() -> None:
     assert type(masks.window(None, 0)) is type(masks.causal())
     for right in (1, 3):
         window, causal = lower(masks.window(None, right), SIZE).keep, lower(masks.causal(right), SIZE).keep
-        assert torch.equal(window, causal)  # type: ignore[arg-type]
+        assert torch.equal(window, causal)
 
 
 def test_offsets_and_prefixes_per_sample() -> None:
@@ -573,19 +573,19 @@ def test_offsets_and_prefixes_per_sample() -> None:
             assert want is not None
             assert torch.equal(keep[sample], want[0])
     one = masks.causal(ints(3)).keep(SIZE)
-    assert torch.equal(one, masks.causal(3).keep(SIZE))  # type: ignore[arg-type]
+    assert torch.equal(one, masks.causal(3).keep(SIZE))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.uint8, torch.int64])
 def test_every_integer_dtype(dtype: torch.dtype) -> None:
     counts = ints(1, 2, 3).to(dtype)
-    assert torch.equal(masks.padding(counts).keep(SIZE), LENGTHS.keep(SIZE))  # type: ignore[arg-type]
-    assert torch.equal(masks.causal(counts).keep(SIZE), masks.causal(counts.long()).keep(SIZE))  # type: ignore[arg-type]
-    assert torch.equal(masks.prefix(counts[0]).keep(SIZE), masks.prefix(1).keep(SIZE))  # type: ignore[arg-type]
+    assert torch.equal(masks.padding(counts).keep(SIZE), LENGTHS.keep(SIZE))
+    assert torch.equal(masks.causal(counts).keep(SIZE), masks.causal(counts.long()).keep(SIZE))
+    assert torch.equal(masks.prefix(counts[0]).keep(SIZE), masks.prefix(1).keep(SIZE))
     ids = torch.arange(L).to(dtype)
     assert torch.equal(
-        masks.documents(ids, torch.arange(S)).keep(SIZE),  # type: ignore[arg-type]
-        masks.documents(ids.long(), torch.arange(S)).keep(SIZE),  # type: ignore[arg-type]
+        masks.documents(ids, torch.arange(S)).keep(SIZE),
+        masks.documents(ids.long(), torch.arange(S)).keep(SIZE),
     )
 
 
@@ -595,7 +595,7 @@ def test_biases_add_and_only_minus_infinity_hides() -> None:
     right = torch.tensor([[low, 2.0, 1e30, -INF, -INF, 3.0, low]] * L)
     for mask in (masks.bias(left) & masks.bias(right), masks.bias(right) & (masks.causal() & masks.bias(left))):
         lowered = lower(mask, SIZE, torch.float32)
-        assert torch.equal(lowered.bias[0, 0, 0], torch.tensor([low, 3.0, -INF, -INF, -INF, low, low]))  # type: ignore[index]
+        assert torch.equal(lowered.bias[0, 0, 0], torch.tensor([low, 3.0, -INF, -INF, -INF, low, low]))
 
 
 @pytest.mark.parametrize("source", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -650,4 +650,4 @@ def test_masks_copy_and_pickle() -> None:
     for twin in (copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
         assert repr(twin) == repr(mask)
         for one, other in zip(lower(twin, SIZE)[1:], lower(mask, SIZE)[1:], strict=True):
-            assert torch.equal(one, other)  # type: ignore[arg-type]
+            assert torch.equal(one, other)

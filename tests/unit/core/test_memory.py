@@ -53,6 +53,6 @@ def test_averaged_weights_take_a_third_of_torch_at_most(tmp_path: Path, train: b
     found = {}
     with torch.no_grad():
         for name, module in (("ours", ours), ("theirs", theirs)):
-            found[name] = peak_bytes(lambda m=module: m(x, x, x, key_padding_mask=padding), tmp_path)  # type: ignore[misc]
+            found[name] = peak_bytes(lambda m=module: m(x, x, x, key_padding_mask=padding), tmp_path)
     assert found["theirs"] >= B * H * L * L * 4  # it does hold the weights of all heads
     assert 3 * found["ours"] <= found["theirs"], {name: f"{size / MEBI:.0f} MiB" for name, size in found.items()}

@@ -506,7 +506,7 @@ def quantized(model: nn.Module) -> nn.Module:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*deprecated", DeprecationWarning)
         warnings.filterwarnings("ignore", ".*deprecated", UserWarning)
-        return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)  # type: ignore[no-any-return]
+        return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
 
 
 @LAYOUTS
@@ -845,7 +845,7 @@ def test_conversion_loses_nothing(fused: bool, flags: dict[str, Any], training: 
     calls = list(inputs(module))
     before = {name: value.clone() for name, value in module.state_dict().items()}
     outs = [module(*call)[0] for call in calls]
-    sum(out.square().sum() for out in outs).backward()  # type: ignore[union-attr]
+    sum(out.square().sum() for out in outs).backward()
     assert convert(module) is module
     assert module.fused_qkv != fused
     assert list(module.state_dict()) == list(before)

@@ -90,7 +90,7 @@ def test_a_dead_row_is_0_with_gradient_0() -> None:
     assert torch.equal(weights[0, 0, 1], torch.zeros(3, dtype=torch.float64))
     (out[0, 0, 1].sum() + weights[0, 0, 1].sum()).backward()
     for leaf in (query, key, value):
-        assert torch.equal(leaf.grad, torch.zeros_like(leaf))  # type: ignore[arg-type]
+        assert torch.equal(leaf.grad, torch.zeros_like(leaf))
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])

@@ -63,7 +63,7 @@ def answer(module: Any) -> Tensor:
     """What it computes on fixed inputs."""
     generator = torch.Generator().manual_seed(4)
     query, key, value = (torch.randn(4, 2, width, generator=generator) for width in (D, module.kdim, module.vdim))
-    return module.eval()(query, key, value)[0].detach()  # type: ignore[no-any-return]
+    return module.eval()(query, key, value)[0].detach()
 
 
 def assert_equal(state: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -132,7 +132,7 @@ def test_keep_vars(fused: bool, flags: dict[str, Any]) -> None:
     assert not any(value.requires_grad for value in module.state_dict().values())
     kept = module.state_dict(keep_vars=True)
     assert_equal(kept, torchs(**flags).state_dict() | module.state_dict())
-    sum(value.square().sum() for value in kept.values()).backward()  # type: ignore[union-attr]
+    sum(value.square().sum() for value in kept.values()).backward()
     for parameter in module.parameters():
         torch.testing.assert_close(parameter.grad, 2 * parameter.detach())
 

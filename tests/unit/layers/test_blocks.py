@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.compiling import Counter
 from torch import Tensor, nn
 from torch.export import Dim, export
 from torch.testing import assert_close
@@ -847,17 +848,6 @@ def test_autocast(norm_first: bool, training: bool) -> None:
         assert all(p.grad is not None and p.grad.isfinite().all() for p in block.parameters())
 
 
-class Counter:
-    """A compiler backend that runs graphs as they are and counts them."""
-
-    def __init__(self) -> None:
-        self.graphs: list[torch.fx.GraphModule] = []
-
-    def __call__(self, graph: torch.fx.GraphModule, _: object) -> Any:
-        self.graphs.append(graph)
-        return graph.forward
-
-
 def test_compile_of_many_lengths() -> None:
     """A stack: one graph for all sizes, no break; the eager numbers, whatever padding holds."""
     module, counter = stack(layers=1), Counter()
@@ -892,7 +882,7 @@ def test_export() -> None:
 
 def test_functional_call_and_vmap_over_parameters() -> None:
     members = [made(seed=seed) for seed in (1, 2, 3)]
-    stacked, _ = torch.func.stack_module_state(members)  # type: ignore[arg-type]
+    stacked, _ = torch.func.stack_module_state(members)
     x = data()
 
     def call(parameters: dict[str, Tensor]) -> Tensor:

@@ -934,4 +934,4 @@ def test_what_no_file_could_hold_is_refused(changed: dict[str, Any]) -> None:
 def test_names_cannot_be_changed_behind_the_config() -> None:
     model = SequenceClassifier(2, num_channels=1)
     with pytest.raises(AttributeError):
-        model.class_names = ("a", "b")  # type: ignore[misc]
+        model.class_names = ("a", "b")

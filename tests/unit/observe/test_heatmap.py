@@ -191,8 +191,8 @@ def test_heatmap_refuses(tmp_path: Path) -> None:
         (weights(2, L, S), tmp_path / "a.html", "a sequence of one at least; got torch.float32 (2, 5, 7)"),
         (torch.tensor(1.0), tmp_path / "a.html", "a sequence of one at least; got torch.float32 ()"),
         ([one, *[weights(L, S)] * 9], tmp_path / "a.html", "got [AttentionMap, torch.float32 (5, 7), "),
-        (one, None, "path must be a string or a path that ends in .png or .html; got NoneType"),  # type: ignore[list-item]
-        (one, b"a.png", "path must be a string or a path"),  # type: ignore[list-item]
+        (one, None, "path must be a string or a path that ends in .png or .html; got NoneType"),
+        (one, b"a.png", "path must be a string or a path"),
     ]
     (tmp_path / "folder.html").mkdir()
     cases.append((one, tmp_path / "folder.html", "path must name a file"))
