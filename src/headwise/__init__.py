@@ -7,7 +7,15 @@ torch and the standard library only.
 from headwise.core import masks
 from headwise.core.functional import attention, attention_weights, explain
 from headwise.core.multihead import MultiheadAttention
-from headwise.layers.blocks import Encoder, EncoderBlock
+from headwise.layers.blocks import Decoder, DecoderBlock, Encoder, EncoderBlock
+from headwise.layers.transformer import (
+    Transformer,
+    TransformerDecoder,
+    TransformerDecoderLayer,
+    TransformerEncoder,
+    TransformerEncoderLayer,
+)
+from headwise.layers.upgrade import downgrade, upgrade
 from headwise.models.classifier import SequenceClassifier
 from headwise.models.files import load, save
 from headwise.observe.heatmap import AttentionMap, heatmap
@@ -16,15 +24,24 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionMap",
+    "Decoder",
+    "DecoderBlock",
     "Encoder",
     "EncoderBlock",
     "MultiheadAttention",
     "SequenceClassifier",
+    "Transformer",
+    "TransformerDecoder",
+    "TransformerDecoderLayer",
+    "TransformerEncoder",
+    "TransformerEncoderLayer",
     "attention",
     "attention_weights",
+    "downgrade",
     "explain",
     "heatmap",
     "load",
     "masks",
     "save",
+    "upgrade",
 ]

@@ -89,6 +89,8 @@ def autocasts(device: torch.device) -> bool:
 
 def choose(request: Request) -> Backend:
     """The backend for a request: torch's SDPA, or the plain one where SDPA cannot run it or is slower."""
+    if request.mask.ragged is not None:
+        return RAGGED
     return PLAIN if SDPA.why_not(request) or PLAIN.faster(request) else SDPA
 
 
@@ -225,9 +227,52 @@ class _Sdpa:
         return out if dead is None else out.masked_fill(dead, 0)
 
 
+class _Ragged:
+    """SDPA on one sequence after the other: nothing that is padding, or of another sequence, is computed."""
+
+    name = "ragged"
+
+    def __repr__(self) -> str:
+        return f"<backend {self.name}>"
+
+    def why_not(self, request: Request) -> list[str]:
+        if request.mask.ragged is not None:
+            return []
+        rule = (
+            "it takes padding on the right, or documents in one piece each, beside nothing but causal(), where their "
+        )
+        return [rule + "numbers can be read without a wait (eager, on the CPU) and enough is hidden to be worth a loop"]
+
+    def run(self, request: Request) -> Tensor:
+        query, key, value, (causal, _, _, ragged) = request[:4]
+        assert ragged is not None
+        if ragged.packed:
+            queries, keys, values = (
+                query.split(ragged.queries, 2),
+                key.split(ragged.keys, 2),
+                value.split(ragged.keys, 2),
+            )
+        else:
+            queries = query.split(1)
+            keys, values = (
+                tuple(sample[:, :, :length] for sample, length in zip(whole.split(1), ragged.keys, strict=True))
+                for whole in (key, value)
+            )
+        one = request._replace(mask=Lowered(causal=causal))
+        parts = []
+        for q, k, v in zip(queries, keys, values, strict=True):
+            if k.shape[2] == 0:
+                out = q.new_zeros(*q.shape[:3], v.shape[3])
+            else:
+                out = SDPA.run(one._replace(query=q, key=k, value=v))
+            parts.append(out.transpose(1, 2))  # as the kernel lays it out
+        return torch.cat(parts, dim=1 if ragged.packed else 0).transpose(1, 2)
+
+
 PLAIN = _Plain()
 SDPA = _Sdpa()
-BACKENDS: tuple[Backend, ...] = (SDPA, PLAIN)
+RAGGED = _Ragged()
+BACKENDS: tuple[Backend, ...] = (RAGGED, SDPA, PLAIN)
 
 # Measured by benchmarks/run.py: below these SDPA wins or the two are within noise.
 _SHORT = 64

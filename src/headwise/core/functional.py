@@ -13,9 +13,21 @@ import torch
 from torch import Tensor
 
 from headwise._checks import invalid
-from headwise.core.backends import BACKENDS, PLAIN, Backend, Request, autocasts, choose, readable, softmax_scores
-from headwise.core.lowering import NOTHING_HIDDEN, Size
-from headwise.core.masks import Mask, lower, visible_keys
+from headwise.core.backends import (
+    BACKENDS,
+    PLAIN,
+    RAGGED,
+    Backend,
+    Request,
+    autocasts,
+    choose,
+    needs_grad,
+    readable,
+    softmax_scores,
+)
+from headwise.core.lowering import NOTHING_HIDDEN, Lowered, Size
+from headwise.core.masks import Mask, lower, visible_keys, walk_tensors
+from headwise.core.ragged import lower_to_lengths, with_flag
 
 __all__ = ["Explanation", "attention", "attention_weights", "explain"]
 
@@ -46,7 +58,7 @@ def attention(
         dropout: probability in [0, 1] on the weights, drawn from torch's generator; pass 0 outside training.
         softcap: bounds the scaled scores to +-softcap by tanh, before the mask. None: unbounded.
         sink: (H,), one more logit per head that takes weight and gives no value. None: none.
-        backend: "sdpa" or "plain" to insist. None: chosen by `explain`'s rules.
+        backend: "sdpa", "ragged" or "plain" to insist. None: chosen by `explain`'s rules.
 
     Returns:
         (B, H, L, V) in the query's dtype. A query that sees no key gives exactly 0, with gradient 0. Keys hidden from
@@ -69,7 +81,7 @@ def attention(
     """
     if not 0 <= dropout <= 1:
         raise invalid("attention", "dropout", "be in [0, 1]", dropout, query=query, key=key)
-    request = _request("attention", query, key, value, mask, scale, softcap, sink)._replace(dropout=dropout)
+    request = _request("attention", query, key, value, mask, scale, softcap, sink, dropout, backend)
     return _named("attention", backend, request).run(request)
 
 
@@ -110,7 +122,7 @@ def attention_weights(
         >>> attention_weights(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 5, 4))[0, 0, 0]
         tensor([0.2000, 0.2000, 0.2000, 0.2000, 0.2000])
     """
-    request = _request("attention_weights", query, key, None, mask, scale, softcap, sink)
+    request = _request("attention_weights", query, key, None, mask, scale, softcap, sink, backend=PLAIN.name)
     if average_attn_weights:
         return PLAIN.run_with_average(request._replace(value=key[..., :0]))[1]
     weight, dead = softmax_scores(request)
@@ -177,7 +189,7 @@ def explain(
     """
     if not 0 <= dropout <= 1:
         raise invalid("explain", "dropout", "be in [0, 1]", dropout, query=query, key=key)
-    request = _request("explain", query, key, value, mask, scale, softcap, sink)._replace(dropout=dropout)
+    request = _request("explain", query, key, value, mask, scale, softcap, sink, dropout, backend)
     chosen = _named("explain", backend, request)
     refused = {}
     for other in BACKENDS:
@@ -203,22 +215,53 @@ def prepare(
     softcap: float | None = None,
     sink: Tensor | None = None,
     grouped: bool = False,
+    by_sequence: bool | None = None,
 ) -> Request:
     """Lower the mask and silence the keys that no query of a sample may see; sizes are the caller's to check.
 
     A hidden NaN would reach every output: 0 * NaN is NaN. Such keys and values become 0, which also stops the gradient,
-    unless a look at the numbers says that they are harmless: then their weight of 0 does the same.
+    unless a look at the numbers says that they are harmless: then their weight of 0 does the same. Sequences that run
+    one by one never meet what is hidden; `by_sequence` asks for that, or forbids it. None: where it is quicker.
     """
     lowered = NOTHING_HIDDEN
     if mask is not None:
         B, H, L, _ = query.shape
         size = Size(B, H, L, key.shape[-2], query.device)
         dtype = _score_dtype(query)
+        if readable(query) and all(map(readable, walk_tensors(mask))):
+            pair = 2 * size.heads * (query.shape[-1] + value.shape[-1])  # FLOPs of a query and a key
+            if pair * B * L * size.keys >= _WORTH_READING:
+                mask = with_flag(mask, size)
+            if by_sequence is not False and drop is None and softcap is None and sink is None:
+                recorded = needs_grad(Request(query, key, value, NOTHING_HIDDEN))
+                lengths = _lengths(mask, size, pair, 0.0 if by_sequence else _LOOP_GRAD if recorded else _LOOP)
+                if lengths is not None:
+                    return Request(query, key, value, lengths, scale, dropout, grouped=grouped)
         lowered = lower(mask, size, dtype)
         keys = visible_keys(mask, size)
         if keys is not None and not _harmless(query, key, value, dtype, scale):
             key, value = _silence(keys, key, value)
     return Request(query, key, value, lowered, scale, dropout, drop, softcap, sink, grouped)
+
+
+def _lengths(mask: Mask, size: Size, pair: int, turn: float) -> Lowered | None:
+    """The mask as lengths, if it says no more, and what they save is worth a loop of this cost a turn."""
+    B, _, L, S, _ = size
+    if pair * L * S < turn:
+        return None
+    lowered = lower_to_lengths(mask, size)
+    lengths = None if lowered is None else lowered.ragged
+    if lengths is None or not lengths.queries:
+        return None
+    saved = B * L * S - sum(queries * keys for queries, keys in zip(lengths.queries, lengths.keys, strict=True))
+    return lowered if pair * saved >= turn * len(lengths.queries) else None
+
+
+# FLOPs that take as long as a mask's numbers to read, and as one turn of the loop over sequences; measured by
+# benchmarks/run.py
+_WORTH_READING = 1e7
+_LOOP = 3e6
+_LOOP_GRAD = 1e7
 
 
 def _score_dtype(query: Tensor) -> torch.dtype:
@@ -276,6 +319,8 @@ def _request(
     scale: float | None,
     softcap: float | None,
     sink: Tensor | None,
+    dropout: float = 0.0,
+    backend: str | None = None,
 ) -> Request:
     """Check everything, then prepare. `value` None stands for a key-only call."""
     shapes = {"query": query, "key": key} | ({} if value is None else {"value": value})
@@ -322,7 +367,8 @@ def _request(
     if H != G:  # a branch, since a compiled call needs a bool here and has a symbol
         grouped = True
     value = key if value is None else value
-    return prepare(query, key, value, mask, scale, softcap=softcap, sink=sink, grouped=grouped)
+    by_sequence = None if backend is None else backend == RAGGED.name
+    return prepare(query, key, value, mask, scale, dropout, None, softcap, sink, grouped, by_sequence)
 
 
 def _named(function: str, name: str | None, request: Request) -> Backend:

@@ -112,7 +112,8 @@ def own_child_resets(module: Projected) -> None:
     """Loops that reset every module reach the children last; they must not undo torch's distributions."""
     for name in ("out_proj", *(() if module.fused_qkv else CHILDREN)):
         child = module._modules[name]
-        assert isinstance(child, nn.Linear)
+        if not isinstance(child, nn.Linear):
+            continue  # an adapter or the like in its place
         stacked = 3 if name in CHILDREN and one_width(module) else 1
         object.__setattr__(child, "reset_parameters", Reset(child, None if name == "out_proj" else stacked))
 
@@ -120,18 +121,29 @@ def own_child_resets(module: Projected) -> None:
 def reset_children(module: Projected) -> None:
     """Draw the split projections: torch's numbers under the same seed where torch would stack them."""
     children = [cast(nn.Linear, module._modules[name]) for name in CHILDREN]
-    weights = [child.weight for child in children]
-    if not one_width(module) or not all(is_plain(weight) for weight in weights):
+    if not draw_stacked(module):
         for child in children:
             child.reset_parameters()
         return
+    for child in children:
+        if child.bias is not None:
+            nn.init.zeros_(child.bias)
+
+
+def draw_stacked(module: Projected) -> bool:
+    """Draw the three weights as torch draws the (3D, D) matrix that they are in its layout, if they are.
+
+    Returns:
+        Whether they are: of one width, and plain tensors.
+    """
+    weights = [cast(nn.Linear, module._modules[name]).weight for name in CHILDREN]
+    if not one_width(module) or not all(is_plain(weight) for weight in weights):
+        return False
     stacked = nn.init.xavier_uniform_(torch.empty_like(torch.cat(weights).detach()))
     with torch.no_grad():
         for weight, part in zip(weights, stacked.chunk(3), strict=True):
             weight.copy_(part)
-    for child in children:
-        if child.bias is not None:
-            nn.init.zeros_(child.bias)
+    return True
 
 
 def fuse(module: Projected) -> None:

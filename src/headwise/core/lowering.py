@@ -26,18 +26,35 @@ class Size(NamedTuple):
     device: torch.device
 
 
+class Ragged(NamedTuple):
+    """Sequences of unequal lengths that attend apart: the queries of one see the keys of the same one.
+
+    Attributes:
+        queries: the number of queries of each.
+        keys: the number of keys of each.
+        packed: True where they lie one after the other in a single row (B = 1); False where each is the beginning of a
+            sample, and what comes after it is hidden.
+    """
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    packed: bool
+
+
 class Lowered(NamedTuple):
     """A mask in the form that kernels take; everything here holds at once.
 
     Attributes:
-        causal: query l sees keys 0 .. l (a kernel's own flag).
+        causal: query l sees keys 0 .. l (a kernel's own flag); of its sequence, if ragged.
         keep: bool, broadcasts to (B, H, L, S); None: every key.
         bias: float, broadcasts to (B, H, L, S), added to the scaled scores; -inf hides a key; None: nothing.
+        ragged: lengths, in place of `keep` and `bias`; for the backend that runs sequence by sequence.
     """
 
     causal: bool = False
     keep: Tensor | None = None
     bias: Tensor | None = None
+    ragged: Ragged | None = None
 
     def whole_keep(self, size: Size) -> Tensor | None:
         """`keep` with the causal flag written out, for a kernel that has no such flag."""

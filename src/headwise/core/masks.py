@@ -120,7 +120,7 @@ class Mask:
                 raise invalid("Mask.draw", name, f"be in 0 .. {count - 1}", index)
         if L < 1 or S < 1:
             raise invalid("Mask.draw", "queries and keys", "be at least 1", (L, S))
-        device = next((tensor.device for tensor in _walk_tensors(self)), torch.device("cpu"))
+        device = next((tensor.device for tensor in walk_tensors(self)), torch.device("cpu"))
         size = Size(B, H, L, S, device)
         lowered = lower(self, size)
 
@@ -253,7 +253,9 @@ class _Padding(Mask):
         return f"lengths={said(self.lengths)}"
 
 
-class _Documents(Mask):
+class Documents(Mask):
+    """Made by `documents`."""
+
     def __init__(self, query_ids: Tensor, key_ids: Tensor) -> None:
         self.tensors = (query_ids, key_ids)
         batch = max(ids.shape[0] if ids.dim() == 2 else 1 for ids in self.tensors)
@@ -286,7 +288,7 @@ class _Prefix(Mask):
         return said(self.length)
 
 
-class _Given(Mask):
+class Given(Mask):
     """A mask that exists as a tensor that broadcasts to (B, H, L, S): bool keeps, floating adds."""
 
     def __init__(self, function: str, argument: str, tensor_BHLS: Tensor) -> None:
@@ -317,7 +319,7 @@ class _Given(Mask):
         return f"{self.function}({self.argument} {tuple(self.tensors[0].shape)})"
 
 
-class _Torch(_Given):
+class _Torch(Given):
     """A mask of `nn.MultiheadAttention`, polarity already turned; its rank is resolved when the sizes are known."""
 
     def __init__(self, function: str, argument: str, tensor: Tensor, shapes: dict[str, Tensor]) -> None:
@@ -408,7 +410,7 @@ def padding(lengths: Tensor | Sequence[int]) -> Mask:
     if not isinstance(lengths, Tensor):
         lengths = torch.tensor(lengths)
     if lengths.dtype == torch.bool and lengths.dim() == 2:
-        return _Given("padding", "keep", lengths[:, None, None, :])
+        return Given("padding", "keep", lengths[:, None, None, :])
     if lengths.dim() != 1 or _not_integer(lengths):
         raise invalid("padding", "lengths", "be integers (B,) or a bool keep mask (B, S)", said(lengths))
     return _Padding(lengths)
@@ -429,7 +431,7 @@ def documents(ids: Tensor, key_ids: Tensor | None = None) -> Mask:
             continue
         if not isinstance(given, Tensor) or given.dim() not in (1, 2) or _not_integer(given):
             raise invalid("documents", name, "be an integer tensor (L,) or (B, L)", said(given))
-    return _Documents(ids, ids if key_ids is None else key_ids)
+    return Documents(ids, ids if key_ids is None else key_ids)
 
 
 def prefix(n: int | Tensor) -> Mask:
@@ -463,7 +465,7 @@ def dense(keep: Tensor) -> Mask:
         raise invalid(
             "dense", "keep", "be a bool tensor (L, S), (B, L, S) or 4-D; float scores go into bias()", said(keep)
         )
-    return _Given("dense", "keep", _four_dims(keep))
+    return Given("dense", "keep", _four_dims(keep))
 
 
 def bias(scores: Tensor) -> Mask:
@@ -480,7 +482,7 @@ def bias(scores: Tensor) -> Mask:
         raise invalid(
             "bias", "scores", "be a floating tensor (L, S), (B, L, S) or 4-D; bool masks go into dense()", said(scores)
         )
-    return _Given("bias", "scores", _four_dims(scores))
+    return Given("bias", "scores", _four_dims(scores))
 
 
 def from_torch(
@@ -548,8 +550,8 @@ def lower(mask: Mask | None, size: Size, dtype: torch.dtype | None = None) -> Lo
     if mask is None:
         return NOTHING_HIDDEN
     causal_flag, keep, score = False, None, None
-    for term in _terms(mask):
-        if isinstance(term, _Causal) and isinstance(term.offset, int) and term.offset == 0:
+    for term in terms(mask):
+        if is_flag(term):
             causal_flag = True
             continue
         term_keep, term_score = term.keep(size), term.score(size)
@@ -561,12 +563,6 @@ def lower(mask: Mask | None, size: Size, dtype: torch.dtype | None = None) -> Lo
     return Lowered(causal_flag, keep, score)
 
 
-def _walk_tensors(mask: Mask) -> Iterator[Tensor]:
-    yield from mask.tensors
-    for part in mask.parts:
-        yield from _walk_tensors(part)
-
-
 def _extent(mask: Mask) -> tuple[int, int, int | None, int | None]:
     B, H, L, S = mask.extent
     for part in mask.parts:
@@ -576,9 +572,21 @@ def _extent(mask: Mask) -> tuple[int, int, int | None, int | None]:
     return B, H, L, S
 
 
-def _terms(mask: Mask) -> list[Mask]:
+def terms(mask: Mask) -> list[Mask]:
     """What holds at once."""
-    return [term for part in mask.parts for term in _terms(part)] if isinstance(mask, _And) else [mask]
+    return [term for part in mask.parts for term in terms(part)] if isinstance(mask, _And) else [mask]
+
+
+def walk_tensors(mask: Mask) -> Iterator[Tensor]:
+    """All tensors that a mask holds."""
+    yield from mask.tensors
+    for part in mask.parts:
+        yield from walk_tensors(part)
+
+
+def is_flag(mask: Mask) -> bool:
+    """Whether it is what kernels have a causal flag for."""
+    return isinstance(mask, _Causal) and isinstance(mask.offset, int) and mask.offset == 0
 
 
 def visible_keys(mask: Mask | None, size: Size) -> Tensor | None:
@@ -587,10 +595,10 @@ def visible_keys(mask: Mask | None, size: Size) -> Tensor | None:
     Only terms that do not depend on the query are asked, so that nothing of size L x S is read.
     """
     keys = None
-    for term in [] if mask is None else _terms(mask):
+    for term in [] if mask is None else terms(mask):
         if isinstance(term, _Appended):
             seen = term.pad(visible_keys(term.parts[0], term.inner_size(size)), size, True)
-        elif _per_key(term):
+        elif per_key(term):
             seen, score = term.keep(size), term.score(size)
             seen = seen if score is None else score != -math.inf
         else:
@@ -599,13 +607,13 @@ def visible_keys(mask: Mask | None, size: Size) -> Tensor | None:
     return keys
 
 
-def _per_key(mask: Mask) -> bool:
+def per_key(mask: Mask) -> bool:
     """Whether it hides a key from all queries or from none, as far as its structure tells."""
     if isinstance(mask, _Torch) and mask.argument == "key_padding_mask":
         return True
-    if isinstance(mask, _Given):
+    if isinstance(mask, Given):
         return mask.tensors[0].shape[-2] == 1
-    return isinstance(mask, (_Padding, _Prefix)) or (bool(mask.parts) and all(_per_key(part) for part in mask.parts))
+    return isinstance(mask, (_Padding, _Prefix)) or (bool(mask.parts) and all(per_key(part) for part in mask.parts))
 
 
 def _operand(symbol: str, other: object) -> Mask:
@@ -616,7 +624,7 @@ def _operand(symbol: str, other: object) -> Mask:
 
 
 def _boolean(symbol: str, mask: Mask) -> Mask:
-    if any(term.adds for term in _terms(mask) if isinstance(term, _Given)):
+    if any(term.adds for term in terms(mask) if isinstance(term, Given)):
         raise invalid(f"Mask {symbol}", "an operand", "hold no bias: scores add under & only", repr(mask))
     return mask
 

@@ -49,7 +49,8 @@ class Attend(nn.Module):
         grouped = False
         if query.shape[1] != key.shape[1]:  # a branch, for what may be a symbol in a compiled call
             grouped = True
-        request = prepare(query, key, value, mask, None, dropout, drop, grouped=grouped)
+        by_sequence = False if need_weights else None
+        request = prepare(query, key, value, mask, None, dropout, drop, grouped=grouped, by_sequence=by_sequence)
         if not need_weights:
             return choose(request).run(request), None
         return PLAIN.run_with_average(request) if average_attn_weights else PLAIN.run_with_weights(request)

@@ -1,4 +1,4 @@
-"""The encoder block and its stack: attention and feed-forward, each normalized and added to what came in.
+"""Encoder and decoder blocks and their stacks: attention and feed-forward, each normalized and added to what came in.
 
 Axis letters: B batch, D width, H heads, L positions, S keys (L = S here).
 """
@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from headwise._checks import invalid, kind_of
+from headwise._checks import invalid
 from headwise.core.masks import Mask
 from headwise.core.multihead import MultiheadAttention
-from headwise.layers.feedforward import Activation, FeedForward, Norm, check_dropout, make_norm
+from headwise.layers.feedforward import Activation, Norm, check_dropout
+from headwise.layers.parts import DecoderParts, EncoderParts, check_attention, given
 
 
-class EncoderBlock(FeedForward):
+class EncoderBlock(EncoderParts):
     """Self-attention and feed-forward with residuals: the block of a Transformer encoder, batch first.
 
         norm_first:  x = x + attention(norm1(x)),  then x = x + feed_forward(norm2(x))
@@ -85,19 +86,18 @@ class EncoderBlock(FeedForward):
         super().__init__()
         check_dropout("EncoderBlock", dropout)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.norm_first = norm_first
-        if attention is None:
-            if num_heads is None:
-                raise invalid("EncoderBlock", "num_heads", "be given, or attention", None)
-            attention = MultiheadAttention(embed_dim, num_heads, dropout, bias, batch_first=True, **factory)
-        else:
-            _check_attention(attention, embed_dim, num_heads)
-        self.self_attn = attention
-        self._build_feed_forward(embed_dim, feedforward_dim, activation, dropout, bias=bias, **factory)
-        self.norm1 = make_norm("EncoderBlock", norm, embed_dim, norm_eps, bias, **factory)
-        self.norm2 = make_norm("EncoderBlock", norm, embed_dim, norm_eps, bias, **factory)
-        self.dropout1 = nn.Dropout(dropout)
-        self.dropout2 = nn.Dropout(dropout)
+        self._build(
+            _given_or_ours("EncoderBlock", "attention", attention, embed_dim, num_heads, None, dropout, bias, factory),
+            embed_dim,
+            dropout,
+            feedforward_dim=feedforward_dim,
+            activation=activation,
+            norm=norm,
+            norm_first=norm_first,
+            norm_eps=norm_eps,
+            bias=bias,
+            **factory,
+        )
 
     def forward(
         self,
@@ -132,34 +132,155 @@ class EncoderBlock(FeedForward):
         Raises:
             ValueError: sizes or dtypes that do not fit; `mask` with an attention of torch's.
         """
-        rows = None
-        if query_padding_mask is not None:
-            check_padding("EncoderBlock", "query_padding_mask", query_padding_mask, x.shape[:-1], x)
-            rows = query_padding_mask
-            if key_padding_mask is not None:
-                x = x.masked_fill(_hidden_too(rows, key_padding_mask)[..., None], 0.0)
-        words = _given(
+        words = given(
             key_padding_mask=key_padding_mask,
             attn_mask=attn_mask,
             is_causal=is_causal or None,
             mask=mask,
             average_attn_weights=average_attn_weights,
         )
-        attend_to = _first_norm(self.norm1, x) if self.norm_first else x
-        attended, weights = _attend(self.self_attn, attend_to, need_weights, words)
-        x = x + self.dropout1(attended)
-        if self.norm_first:
-            x = x + self.dropout2(self._feed_forward(self.norm2(x)))
-        else:
-            x = self.norm1(x)
-            x = self.norm2(x + self.dropout2(self._feed_forward(x)))
-        if rows is not None:
-            x = x.masked_fill(rows[..., None], 0.0)
-        if weights is None:
-            return x
-        if rows is not None:
-            weights = weights.masked_fill((rows if weights.ndim == x.ndim else rows.unsqueeze(-2))[..., None], 0.0)
-        return x, weights
+        return self._encode(x, query_padding_mask, need_weights, words)
+
+
+class DecoderBlock(DecoderParts):
+    """Self-attention, attention to a memory, and feed-forward with residuals: the block of a decoder, batch first.
+
+        norm_first:  x = x + self_attn(norm1(x)),  x = x + attention(norm2(x), memory),  x = x + feed_forward(norm3(x))
+        otherwise:   x = norm1(x + self_attn(x)),  x = norm2(x + attention(x, memory)),  x = norm3(x + feed_forward(x))
+
+    Args:
+        embed_dim: D, the width of input and output.
+        num_heads: H, which must divide D. None only with both attentions given, which have their own.
+        dropout: as in `EncoderBlock`.
+        feedforward_dim: as there.
+        activation: as there.
+        norm: as there, for three places.
+        norm_first: as there.
+        norm_eps: as there.
+        bias: as there.
+        memory_dim: width of the memory. None: D.
+        attention: the self-attention, as in `EncoderBlock`. None builds ours.
+        cross_attention: the attention to the memory, likewise.
+        device: of the parameters. None: torch's default.
+        dtype: of the parameters. None: torch's default.
+
+    Raises:
+        ValueError: sizes, names or probabilities that cannot be; an attention of another width or not batch first.
+
+    Children, named as those of `torch.nn.TransformerDecoderLayer`: `self_attn`, `multihead_attn` (to the memory),
+    `linear1`, `linear2`, `norm1` to `norm3`, `dropout`, `dropout1` to `dropout3`, and `linear3` with SwiGLU.
+
+    Nothing is causal by itself: pass `is_causal=True` to a decoder that must not look ahead.
+
+    Cost: with L queries and S memory positions, 12*B*L*D^2 + 4*B*S*D^2 + 4*B*L*(L + S)*D + 4*B*L*D*M FLOPs forward.
+    Source: arXiv 1706.03762 section 3.1; norm_first: arXiv 2002.04745.
+
+    Example:
+        >>> import torch
+        >>> from headwise import DecoderBlock
+        >>> block = DecoderBlock(64, 4)
+        >>> x, memory = torch.randn(2, 5, 64), torch.randn(2, 7, 64)
+        >>> block(x, memory, is_causal=True).shape
+        torch.Size([2, 5, 64])
+        >>> out, (own, cross) = block(x, memory, is_causal=True, need_weights=True)
+        >>> own.shape, cross.shape
+        (torch.Size([2, 5, 5]), torch.Size([2, 5, 7]))
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int | None = None,
+        dropout: float = 0.0,
+        *,
+        feedforward_dim: int | None = None,
+        activation: Activation = "gelu",
+        norm: Norm = "layernorm",
+        norm_first: bool = True,
+        norm_eps: float = 1e-5,
+        bias: bool = True,
+        memory_dim: int | None = None,
+        attention: nn.Module | None = None,
+        cross_attention: nn.Module | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_dropout("DecoderBlock", dropout)
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        sizes = (embed_dim, num_heads)
+        own = _given_or_ours("DecoderBlock", "attention", attention, *sizes, None, dropout, bias, factory)
+        cross = _given_or_ours(
+            "DecoderBlock", "cross_attention", cross_attention, *sizes, memory_dim, dropout, bias, factory
+        )
+        self._build(
+            own,
+            cross,
+            embed_dim,
+            dropout,
+            feedforward_dim=feedforward_dim,
+            activation=activation,
+            norm=norm,
+            norm_first=norm_first,
+            norm_eps=norm_eps,
+            bias=bias,
+            **factory,
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor,
+        key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        memory_attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        *,
+        query_padding_mask: Tensor | None = None,
+        mask: Mask | None = None,
+        memory_mask: Mask | None = None,
+        need_weights: bool = False,
+        average_attn_weights: bool | None = None,
+    ) -> Tensor | tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Attend from each position to the others, then to the memory, then transform each by itself.
+
+        Args:
+            x: (B, L, D), or (L, D) unbatched.
+            memory: (B, S, memory_dim), or (S, memory_dim) unbatched: what an encoder returned.
+            key_padding_mask: (B, L), or (L,) unbatched; bool with True = padding, or floating and added.
+            memory_key_padding_mask: (B, S), or (S,) unbatched; likewise, for the memory.
+            attn_mask: of the self-attention, as `MultiheadAttention` takes it.
+            memory_attn_mask: of the attention to the memory, likewise.
+            is_causal: position l sees positions 0 .. l of x only, beside all other masks; the memory is not affected.
+            query_padding_mask: (B, L), or (L,) unbatched; bool with True = padding: output and weights there are
+                exactly 0, and where key_padding_mask hides the same position nothing in it has an influence.
+            mask: a Mask of `headwise.masks` (True may attend) for the self-attention, intersected with the above.
+            memory_mask: one for the attention to the memory.
+            need_weights: True returns the weights of both attentions too.
+            average_attn_weights: True averages them over heads, False gives each head's. None: as the attention does.
+
+        Returns:
+            Output shaped as x; with need_weights also (own, cross): (B, L, L) and (B, L, S), or (B, H, L, L) and
+            (B, H, L, S), without B if unbatched, before dropout.
+
+        Raises:
+            ValueError: sizes or dtypes that do not fit; a Mask with an attention of torch's.
+        """
+        words = given(
+            key_padding_mask=key_padding_mask,
+            attn_mask=attn_mask,
+            is_causal=is_causal or None,
+            mask=mask,
+            average_attn_weights=average_attn_weights,
+        )
+        memory_words = given(
+            key_padding_mask=memory_key_padding_mask,
+            attn_mask=memory_attn_mask,
+            mask=memory_mask,
+            average_attn_weights=average_attn_weights,
+        )
+        return self._decode(x, memory, query_padding_mask, need_weights, words, memory_words)
 
 
 class Encoder(nn.Module):
@@ -218,7 +339,7 @@ class Encoder(nn.Module):
         Raises:
             ValueError: as `EncoderBlock.forward`.
         """
-        words = _given(
+        words = given(
             key_padding_mask=key_padding_mask,
             attn_mask=attn_mask,
             is_causal=is_causal or None,
@@ -240,84 +361,112 @@ class Encoder(nn.Module):
         return (x, weights) if need_weights else x
 
 
-def _given(**words: Any) -> dict[str, Any]:
-    """The words of a call that say something: what is not asked for need not be understood by what is called."""
-    return {word: value for word, value in words.items() if value is not None}
+class Decoder(nn.Module):
+    """A stack of decoder blocks and, if given, a last norm.
 
-
-def _attend(attention: nn.Module, x: Tensor, need_weights: bool, words: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    if isinstance(attention, nn.MultiheadAttention):
-        if "mask" in words:
-            cure = (
-                "be None with a torch.nn.MultiheadAttention, which has attn_mask only; use headwise.MultiheadAttention"
-            )
-            raise invalid("EncoderBlock", "mask", cure, words["mask"], x=x)
-        if words.pop("is_causal", False):  # torch takes it as a mere hint
-            length = x.shape[-2]
-            causal = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
-            words["attn_mask"] = _both(words.get("attn_mask"), causal)
-    result = attention(x, x, x, need_weights=need_weights, **words)
-    if not isinstance(result, tuple) or len(result) != 2:  # a bare tensor of batch 2 would unpack without a word
-        kind = type(attention).__name__
-        raise invalid("EncoderBlock", "attention", "return (output, weights)", f"{type(result).__name__} from {kind}")
-    out, weights = result
-    if need_weights and weights is None:
-        kind = type(attention).__name__
-        raise invalid("EncoderBlock", "attention", "return weights where need_weights is True", f"None from {kind}")
-    return out, weights if need_weights else None
-
-
-def _first_norm(norm: nn.Module, x: Tensor) -> Tensor:
-    """norm(x); what does not fit is named as attention would, had it come first."""
-    try:
-        out: Tensor = norm(x)
-    except RuntimeError as error:
-        weight = getattr(norm, "weight", None)
-        if not isinstance(weight, Tensor) or not x.ndim:
-            raise
-        if x.shape[-1] != weight.shape[-1]:
-            raise invalid("EncoderBlock", "x", f"be {weight.shape[-1]} wide", x.shape[-1], x=x) from error
-        for what in ("dtype", "device"):
-            have, want = getattr(x, what), getattr(weight, what)
-            if have != want:
-                rule = f"have the parameters' {what}, {want}; convert it or the module with .to()"
-                raise invalid("EncoderBlock", "x", rule, have, x=x) from error
-        raise
-    return out
-
-
-def _both(attn_mask: Tensor | None, causal: Tensor) -> Tensor:
-    if attn_mask is None:
-        return causal
-    if attn_mask.shape[-2:] != causal.shape:  # a broadcast would hide that torch does not take it
-        rule = f"end in (L, S) = {tuple(causal.shape)}"
-        raise invalid("EncoderBlock", "attn_mask", rule, tuple(attn_mask.shape))
-    return attn_mask | causal if attn_mask.dtype == torch.bool else attn_mask.masked_fill(causal, float("-inf"))
-
-
-def _check_attention(attention: nn.Module, embed_dim: int, num_heads: int | None) -> None:
-    """What an attention that was passed in says of itself must fit; what it does not say cannot be known."""
-    if not isinstance(attention, nn.Module):
-        raise invalid("EncoderBlock", "attention", "be a module", type(attention).__name__)
-    for name, wanted in (("embed_dim", embed_dim), ("num_heads", num_heads), ("batch_first", True)):
-        got = getattr(attention, name, wanted)
-        if wanted is not None and got != wanted:
-            raise invalid("EncoderBlock", f"attention.{name}", f"be {wanted}", got)
-
-
-def check_padding(function: str, argument: str, mask: object, shape: torch.Size, x: Tensor) -> None:
-    """Hold that a padding mask is bool and of this shape.
+    Args:
+        layers: the blocks, first to last, each called like a `DecoderBlock`; the same object may stand twice and then
+            shares its weights.
+        norm: applied to what the last block returns; blocks with `norm_first=True` want one. None: nothing.
 
     Raises:
-        ValueError: it is not.
+        ValueError: there is no block.
+
+    Example:
+        >>> import torch
+        >>> from headwise import Decoder, DecoderBlock
+        >>> decoder = Decoder([DecoderBlock(64, 4) for _ in range(2)], norm=torch.nn.LayerNorm(64))
+        >>> decoder(torch.randn(2, 5, 64), torch.randn(2, 7, 64), is_causal=True).shape
+        torch.Size([2, 5, 64])
     """
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != shape:
-        raise invalid(function, argument, f"be bool {tuple(shape)}, True = padding", kind_of(mask), x=x)
+
+    def __init__(self, layers: Iterable[nn.Module], norm: nn.Module | None = None) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+        if not self.layers:
+            raise invalid("Decoder", "layers", "hold at least one block", "none")
+        self.norm = norm
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor,
+        key_padding_mask: Tensor | None = None,
+        memory_key_padding_mask: Tensor | None = None,
+        attn_mask: Tensor | None = None,
+        memory_attn_mask: Tensor | None = None,
+        is_causal: bool = False,
+        *,
+        query_padding_mask: Tensor | None = None,
+        mask: Mask | None = None,
+        memory_mask: Mask | None = None,
+        need_weights: bool = False,
+        average_attn_weights: bool | None = None,
+    ) -> Tensor | tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Run the blocks one after the other, each with the same memory and masks.
+
+        Args:
+            x: (B, L, D), or (L, D) unbatched.
+            memory: as in `DecoderBlock.forward`.
+            key_padding_mask: as there.
+            memory_key_padding_mask: as there.
+            attn_mask: as there.
+            memory_attn_mask: as there.
+            is_causal: as there.
+            query_padding_mask: as there; the output is exactly 0 at padding, behind the last norm too.
+            mask: as there.
+            memory_mask: as there.
+            need_weights: True returns each block's weights too.
+            average_attn_weights: as there.
+
+        Returns:
+            Output shaped as x; with need_weights also a list of each block's (own, cross) weights, first to last.
+
+        Raises:
+            ValueError: as `DecoderBlock.forward`.
+        """
+        words = given(
+            key_padding_mask=key_padding_mask,
+            memory_key_padding_mask=memory_key_padding_mask,
+            attn_mask=attn_mask,
+            memory_attn_mask=memory_attn_mask,
+            is_causal=is_causal or None,
+            query_padding_mask=query_padding_mask,
+            mask=mask,
+            memory_mask=memory_mask,
+            average_attn_weights=average_attn_weights,
+            need_weights=need_weights or None,
+        )
+        weights: list[tuple[Tensor, Tensor]] = []
+        for layer in self.layers:
+            x = layer(x, memory, **words)
+            if need_weights:
+                x, its_weights = x
+                weights.append(its_weights)
+        if self.norm is not None:
+            x = self.norm(x)
+            if query_padding_mask is not None:
+                x = x.masked_fill(query_padding_mask[..., None], 0.0)
+        return (x, weights) if need_weights else x
 
 
-def _hidden_too(rows: Tensor, key_padding_mask: Tensor) -> Tensor:
-    """Positions that are padding as query and as key: no result depends on what x holds there."""
-    if not isinstance(key_padding_mask, Tensor):
-        return torch.zeros_like(rows)  # attention names it
-    hidden = key_padding_mask if key_padding_mask.dtype == torch.bool else key_padding_mask == float("-inf")
-    return rows & hidden if hidden.shape == rows.shape else torch.zeros_like(rows)  # attention names a wrong shape
+def _given_or_ours(
+    name: str,
+    argument: str,
+    attention: nn.Module | None,
+    embed_dim: int,
+    num_heads: int | None,
+    memory_dim: int | None,
+    dropout: float,
+    bias: bool,
+    factory: dict[str, Any],
+) -> nn.Module:
+    """The attention that was passed in, if it fits, else one of ours."""
+    if attention is not None:
+        check_attention(name, argument, attention, embed_dim, num_heads, memory_dim)
+        return attention
+    if num_heads is None:
+        raise invalid(name, "num_heads", f"be given, or {argument}", None)
+    return MultiheadAttention(
+        embed_dim, num_heads, dropout, bias, kdim=memory_dim, vdim=memory_dim, batch_first=True, **factory
+    )

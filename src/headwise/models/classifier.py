@@ -17,8 +17,9 @@ from torch.nn import functional as F
 from headwise._checks import invalid
 from headwise.core.backends import autocasts
 from headwise.core.multihead import MultiheadAttention
-from headwise.layers.blocks import Encoder, EncoderBlock, check_padding
+from headwise.layers.blocks import Encoder, EncoderBlock
 from headwise.layers.feedforward import make_norm
+from headwise.layers.parts import check_padding
 from headwise.layers.positions import sinusoids
 
 _CAST_BY_AUTOCAST = (torch.float32, torch.bfloat16, torch.float16)

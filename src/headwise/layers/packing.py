@@ -1,0 +1,98 @@
+"""A padded batch as one long row of what is real: the form in which a whole block skips padding.
+
+Axis letters: B batch, D width, L positions, P real positions of the whole batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from headwise.core.backends import readable
+from headwise.core.layouts import is_hooked
+from headwise.core.masks import Mask
+from headwise.core.multihead import Attend, MultiheadAttention
+from headwise.core.projections import direct
+from headwise.core.ragged import sequences
+
+# What treats each position by itself, so that it makes no difference how positions are arranged
+_POSITION_WISE = frozenset(
+    (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.LeakyReLU)
+)
+_KNOWN = _POSITION_WISE | {MultiheadAttention, Attend}
+_FUNCTIONS = (F.relu, F.gelu, F.silu, torch.relu, torch.tanh)
+
+# Numbers of x that must be saved for each sequence, measured by benchmarks/run.py: its attention is a turn of a loop,
+# while the products over positions get shorter. With gradients a turn costs three times as much.
+_WORTH = 2**16
+_WORTH_GRAD = 3 * 2**16
+
+
+class Packing(NamedTuple):
+    """Where the real positions of a padded batch are, in the order of its samples.
+
+    Attributes:
+        places: (P,) positions in the batch, its two first dimensions seen as one.
+        shape: of the batch, (B, L, D) or (L, B, D).
+        batch_first: which of the two.
+        mask: keeps the sequences of the row apart.
+    """
+
+    places: Tensor
+    shape: torch.Size
+    batch_first: bool
+    mask: Mask
+
+    def pack(self, x: Tensor) -> Tensor:
+        """(1, P, D), or (P, 1, D), from (B, L, D), or (L, B, D)."""
+        return x.flatten(0, 1).index_select(0, self.places).unsqueeze(0 if self.batch_first else 1)
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """The other way; 0 where there is padding."""
+        D = packed.shape[-1]
+        flat = packed.new_zeros(self.shape[0] * self.shape[1], D)
+        return flat.index_copy(0, self.places, packed.view(-1, D)).view(*self.shape[:2], D)
+
+
+def find_packing(
+    block: nn.Module, x: Tensor, padding_BL: Tensor, words: dict[str, Any], batch_first: bool
+) -> Packing | None:
+    """How to run an encoder block on real positions alone, if that gives the same and is quicker.
+
+    It is where the same positions are hidden as queries and as keys and nothing else is masked but the future, where
+    the mask can be read without a wait, and where every part of the block is known to treat positions alike: a hook, an
+    adapter or a module of the user's own would see another shape.
+    """
+    hidden, rest = words.get("key_padding_mask"), words.keys() - {"key_padding_mask", "is_causal"}
+    if rest or not isinstance(hidden, Tensor) or hidden.dtype != torch.bool or x.dim() != 3:
+        return None
+    recorded = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in block.parameters()))
+    worth = (_WORTH_GRAD if recorded else _WORTH) * padding_BL.shape[0]
+    if x.numel() < worth or not (readable(x) and readable(padding_BL) and readable(hidden)):
+        return None
+    if hidden is not padding_BL and not torch.equal(hidden, padding_BL):
+        return None
+    lengths = (~padding_BL).sum(dim=1).tolist()
+    if (padding_BL.numel() - sum(lengths)) * x.shape[-1] < worth or not _is_position_wise(block):
+        return None
+    if batch_first:
+        places = (~padding_BL).flatten().nonzero().squeeze(1)
+    else:
+        sample, position = (~padding_BL).nonzero().unbind(1)
+        places = position * padding_BL.shape[0] + sample
+    return Packing(places, x.shape, batch_first, sequences(lengths))
+
+
+def _is_position_wise(block: nn.Module) -> bool:
+    """Whether all that the block calls is known, and nothing but attention looks beyond a position."""
+    attention: Any = block._modules["self_attn"]
+    if type(attention) is not MultiheadAttention or attention.bias_k is not None or attention.add_zero_attn:
+        return False
+    activation = getattr(block, "activation", None)
+    if not isinstance(activation, nn.Module) and all(activation is not known for known in _FUNCTIONS):
+        return False
+    inside = (module for module in block.modules() if module is not block)
+    return direct() and all(type(module) in _KNOWN and not is_hooked(module) for module in inside)

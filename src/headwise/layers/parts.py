@@ -1,0 +1,283 @@
+"""What `blocks.py` (ours) and `transformer.py` (torch's names) are made of: each block once, and what both check.
+
+Axis letters: B batch, D width, H heads, L positions, S keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from headwise._checks import invalid, kind_of
+from headwise.layers.feedforward import Activation, FeedForward, Norm, make_norm
+from headwise.layers.packing import find_packing
+
+
+class EncoderParts(FeedForward):
+    """An encoder block whose arguments have no names yet; x is laid out as its attention says."""
+
+    self_attn: nn.Module
+    norm_first: bool
+
+    def _build(
+        self,
+        attention: nn.Module,
+        embed_dim: int,
+        dropout: float,
+        *,
+        feedforward_dim: int | None,
+        activation: Activation,
+        norm: Norm,
+        norm_first: bool,
+        norm_eps: float,
+        bias: bool,
+        **factory: Any,
+    ) -> None:
+        """Make the children in torch's order, which is the order of random draws and of names."""
+        name = type(self).__name__
+        self.norm_first = norm_first
+        self.self_attn = attention
+        self._build_feed_forward(embed_dim, feedforward_dim, activation, dropout, bias=bias, **factory)
+        self.norm1 = make_norm(name, norm, embed_dim, norm_eps, bias, **factory)
+        self.norm2 = make_norm(name, norm, embed_dim, norm_eps, bias, **factory)
+        self.dropout1 = nn.Dropout(dropout)
+        self.dropout2 = nn.Dropout(dropout)
+
+    def _encode(
+        self, x: Tensor, rows: Tensor | None, need_weights: bool, words: dict[str, Any]
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """The block. `rows` is the query padding mask, `words` are those of the attention that say something."""
+        name, batch_first = type(self).__name__, is_batch_first(self.self_attn)
+        packing = None
+        if rows is not None:
+            rows = check_rows(name, rows, x, batch_first)
+            packing = None if need_weights else find_packing(self, x, rows, words, batch_first)
+            if packing is None:
+                x = silence(x, rows, words.get("key_padding_mask"), batch_first)
+            else:
+                x, words = packing.pack(x), {**words, "mask": packing.mask, "key_padding_mask": None}
+        attend_to = first_norm(name, self.norm1, x) if self.norm_first else x
+        attended, weights = attend(name, self.self_attn, attend_to, attend_to, need_weights, words)
+        x = x + self.dropout1(attended)
+        if self.norm_first:
+            x = x + self.dropout2(self._feed_forward(self.norm2(x)))
+        else:
+            x = self.norm1(x)
+            x = self.norm2(x + self.dropout2(self._feed_forward(x)))
+        if packing is not None:
+            return packing.unpack(x)
+        if rows is None:
+            return x if weights is None else (x, weights)
+        x = zero_rows(x, rows, batch_first)
+        return x if weights is None else (x, _zero_weights(weights, rows))
+
+
+class DecoderParts(FeedForward):
+    """A decoder block whose arguments have no names yet. x and memory are laid out as its self-attention says."""
+
+    self_attn: nn.Module
+    multihead_attn: nn.Module
+    norm_first: bool
+
+    def _build(
+        self,
+        attention: nn.Module,
+        cross_attention: nn.Module,
+        embed_dim: int,
+        dropout: float,
+        *,
+        feedforward_dim: int | None,
+        activation: Activation,
+        norm: Norm,
+        norm_first: bool,
+        norm_eps: float,
+        bias: bool,
+        **factory: Any,
+    ) -> None:
+        """Make the children in torch's order, which is the order of random draws and of names."""
+        name = type(self).__name__
+        self.norm_first = norm_first
+        self.self_attn = attention
+        self.multihead_attn = cross_attention
+        self._build_feed_forward(embed_dim, feedforward_dim, activation, dropout, bias=bias, **factory)
+        self.norm1 = make_norm(name, norm, embed_dim, norm_eps, bias, **factory)
+        self.norm2 = make_norm(name, norm, embed_dim, norm_eps, bias, **factory)
+        self.norm3 = make_norm(name, norm, embed_dim, norm_eps, bias, **factory)
+        self.dropout1 = nn.Dropout(dropout)
+        self.dropout2 = nn.Dropout(dropout)
+        self.dropout3 = nn.Dropout(dropout)
+
+    def _decode(
+        self,
+        x: Tensor,
+        memory: Tensor,
+        rows: Tensor | None,
+        need_weights: bool,
+        words: dict[str, Any],
+        memory_words: dict[str, Any],
+    ) -> Tensor | tuple[Tensor, tuple[Tensor, Tensor]]:
+        """The block. `rows` is the query padding mask; the words are those of each attention that say something."""
+        name, batch_first = type(self).__name__, is_batch_first(self.self_attn)
+        if rows is not None:
+            rows = check_rows(name, rows, x, batch_first)
+            x = silence(x, rows, words.get("key_padding_mask"), batch_first)
+        if self.norm_first:
+            y = first_norm(name, self.norm1, x)
+            attended, own = attend(name, self.self_attn, y, y, need_weights, words)
+            x = x + self.dropout1(attended)
+            attended, cross = attend(name, self.multihead_attn, self.norm2(x), memory, need_weights, memory_words)
+            x = x + self.dropout2(attended)
+            x = x + self.dropout3(self._feed_forward(self.norm3(x)))
+        else:
+            attended, own = attend(name, self.self_attn, x, x, need_weights, words)
+            x = self.norm1(x + self.dropout1(attended))
+            attended, cross = attend(name, self.multihead_attn, x, memory, need_weights, memory_words)
+            x = self.norm2(x + self.dropout2(attended))
+            x = self.norm3(x + self.dropout3(self._feed_forward(x)))
+        if rows is not None:
+            x = zero_rows(x, rows, batch_first)
+        if own is None or cross is None:
+            return x
+        if rows is not None:
+            own, cross = _zero_weights(own, rows), _zero_weights(cross, rows)
+        return x, (own, cross)
+
+
+def given(**words: Any) -> dict[str, Any]:
+    """The words of a call that say something: what is not asked for need not be understood by what is called."""
+    return {word: value for word, value in words.items() if value is not None}
+
+
+def is_batch_first(attention: nn.Module) -> bool:
+    """How an attention lays out its input; what does not say is batch first."""
+    return bool(getattr(attention, "batch_first", True))
+
+
+def attend(
+    name: str, attention: nn.Module, x: Tensor, memory: Tensor, need_weights: bool, words: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    """Call the attention of block `name` from x to memory; weights only if they were asked for.
+
+    Raises:
+        ValueError: it does not return what it should, or is torch's and got a Mask.
+    """
+    if isinstance(attention, nn.MultiheadAttention):
+        words = _words_for_torch(name, attention, x, memory, words)
+    result = attention(x, memory, memory, need_weights=need_weights, **words)
+    if not isinstance(result, tuple) or len(result) != 2:  # a bare tensor of batch 2 would unpack without a word
+        kind = type(attention).__name__
+        raise invalid(name, "attention", "return (output, weights)", f"{type(result).__name__} from {kind}")
+    out, weights = result
+    if need_weights and weights is None:
+        kind = type(attention).__name__
+        raise invalid(name, "attention", "return weights where need_weights is True", f"None from {kind}")
+    return out, weights if need_weights else None
+
+
+def _words_for_torch(
+    name: str, attention: nn.MultiheadAttention, x: Tensor, memory: Tensor, words: dict[str, Any]
+) -> dict[str, Any]:
+    """torch's attention has no Mask, and takes is_causal as a mere hint: written out."""
+    if words.get("mask") is not None:
+        cure = "be None with a torch.nn.MultiheadAttention, which has attn_mask only; use headwise.MultiheadAttention"
+        raise invalid(name, "mask", cure, words["mask"], x=x)
+    if not words.get("is_causal"):
+        return words
+    dim = -2 if attention.batch_first or x.dim() == 2 else 0
+    causal = future(x.shape[dim], memory.shape[dim], x.device)
+    return {**words, "is_causal": False, "attn_mask": with_future(name, words.get("attn_mask"), causal)}
+
+
+def future(queries: int, keys: int, device: torch.device) -> Tensor:
+    """(L, S) bool, True where the key comes after the query."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).triu(1)
+
+
+def with_future(name: str, attn_mask: Tensor | None, causal: Tensor) -> Tensor:
+    """A mask of torch's kind that hides the future too.
+
+    Raises:
+        ValueError: it is of another size.
+    """
+    if attn_mask is None:
+        return causal
+    if attn_mask.shape[-2:] != causal.shape:  # a broadcast would hide that torch does not take it
+        rule = f"end in (L, S) = {tuple(causal.shape)}"
+        raise invalid(name, "attn_mask", rule, tuple(attn_mask.shape))
+    return attn_mask | causal if attn_mask.dtype == torch.bool else attn_mask.masked_fill(causal, float("-inf"))
+
+
+def first_norm(name: str, norm: nn.Module, x: Tensor) -> Tensor:
+    """norm(x); what does not fit is named as attention would, had it come first."""
+    try:
+        out: Tensor = norm(x)
+    except RuntimeError as error:
+        weight = getattr(norm, "weight", None)
+        if not isinstance(weight, Tensor) or not x.ndim:
+            raise
+        if x.shape[-1] != weight.shape[-1]:
+            raise invalid(name, "x", f"be {weight.shape[-1]} wide", x.shape[-1], x=x) from error
+        for what in ("dtype", "device"):
+            have, want = getattr(x, what), getattr(weight, what)
+            if have != want:
+                rule = f"have the parameters' {what}, {want}; convert it or the module with .to()"
+                raise invalid(name, "x", rule, have, x=x) from error
+        raise
+    return out
+
+
+def check_attention(
+    name: str, argument: str, attention: nn.Module, embed_dim: int, num_heads: int | None, memory_dim: int | None = None
+) -> None:
+    """What an attention that was passed in says of itself must fit; what it does not say cannot be known.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    if not isinstance(attention, nn.Module):
+        raise invalid(name, argument, "be a module", type(attention).__name__)
+    widths = {"embed_dim": embed_dim, "num_heads": num_heads, "batch_first": True}
+    for attribute, wanted in (widths | {"kdim": memory_dim, "vdim": memory_dim}).items():
+        got = getattr(attention, attribute, wanted)
+        if wanted is not None and got != wanted:
+            raise invalid(name, f"{argument}.{attribute}", f"be {wanted}", got)
+
+
+def check_rows(name: str, rows: Tensor, x: Tensor, batch_first: bool) -> Tensor:
+    """A query padding mask that fits x: (B, L), or (L,) unbatched, as it came.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    shape = x.shape[:-1] if batch_first or x.dim() != 3 else torch.Size((x.shape[1], x.shape[0]))
+    check_padding(name, "query_padding_mask", rows, shape, x)
+    return rows
+
+
+def zero_rows(x: Tensor, rows: Tensor, batch_first: bool) -> Tensor:
+    """x with 0 where `rows`, (B, L) or (L,), is True."""
+    return x.masked_fill((rows if batch_first or rows.dim() == 1 else rows.T)[..., None], 0.0)
+
+
+def _zero_weights(weights: Tensor, rows: Tensor) -> Tensor:
+    return weights.masked_fill((rows if weights.dim() == rows.dim() + 1 else rows.unsqueeze(-2))[..., None], 0.0)
+
+
+def check_padding(function: str, argument: str, mask: object, shape: torch.Size, x: Tensor) -> None:
+    """Hold that a padding mask is bool and of this shape.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != shape:
+        raise invalid(function, argument, f"be bool {tuple(shape)}, True = padding", kind_of(mask), x=x)
+
+
+def silence(x: Tensor, rows: Tensor, key_padding_mask: object, batch_first: bool) -> Tensor:
+    """x with 0 where a position is padding as query and as key: no result depends on what it holds there."""
+    if not isinstance(key_padding_mask, Tensor):
+        return x  # nothing, or attention names it
+    hidden = key_padding_mask if key_padding_mask.dtype == torch.bool else key_padding_mask == float("-inf")
+    return zero_rows(x, rows & hidden, batch_first) if hidden.shape == rows.shape else x  # attention names the shape
