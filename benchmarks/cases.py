@@ -21,17 +21,27 @@ Call = Callable[[], object]
 LARGE = (8, 512, 512, 8)  # B, L, D, H
 SHORT = ((1, 1, 64, 4), (1, 16, 64, 4), (8, 16, 64, 4), (32, 24, 64, 4), (1, 16, 256, 8), (1, 128, 256, 8))
 MASKS = ("none", "causal", "padding", "weights")
+LAYERS = {  # which layer -> masks it is measured under
+    "encoder layer": ("none", "causal", "padding"),
+    "decoder layer": ("none", "causal", "padding", "causal, padding"),
+    "six-layer encoder": ("none", "padding"),
+}
+FEEDFORWARD = 2048
 
 
 @dataclass
 class Case:
-    """One row: `theirs` are torch's ways to make the call, of which the fastest counts."""
+    """One row: `theirs` are torch's ways to make the call, of which the fastest counts.
+
+    `padding`, (B, L), says where outputs are not compared: torch's differ from one mode to the other there.
+    """
 
     name: str
     ours: Call
     theirs: dict[str, Call]
     flops: float
     floor: float | None = None
+    padding: Tensor | None = None
 
 
 def lengths(batch: int, longest: int) -> Tensor:
@@ -77,6 +87,47 @@ def large(mode: str, kind: str, *, fused: bool) -> Case:
         {name: _step(theirs, lambda o=o: theirs(x, x, x, **o)[0], grad) for name, o in their_options.items()},
         3 * flops,
     )
+
+
+def layer(mode: str, which: str, kind: str) -> Case:
+    """torch's layers, and the same ones after `headwise.upgrade`: B=8, L=512, D=512, H=8, M=2048, padding 64 to 512.
+
+    In train a forward and backward pass from real positions, without dropout, which draws other numbers on each side.
+    """
+    B, L, D, H = LARGE
+    sizes = {"d_model": D, "nhead": H, "dim_feedforward": FEEDFORWARD, "dropout": 0.0, "batch_first": True}
+    layers = 1
+    if which == "decoder layer":
+        theirs: nn.Module = nn.TransformerDecoderLayer(**sizes)
+    else:
+        theirs = nn.TransformerEncoderLayer(**sizes)
+    if which == "six-layer encoder":
+        layers = 6
+        theirs = nn.TransformerEncoder(theirs, layers)
+    ours = headwise.upgrade(copy.deepcopy(theirs))
+    padding = torch.arange(L) >= lengths(B, L)[:, None] if "padding" in kind else None
+    future = nn.Transformer.generate_square_subsequent_mask(L) if "causal" in kind else None
+    if which == "decoder layer":
+        inputs = torch.randn(2, B, L, D).unbind(0)
+        words = {"tgt_key_padding_mask": padding, "memory_key_padding_mask": padding}
+        words |= {"tgt_mask": future, "tgt_is_causal": future is not None}
+    else:
+        inputs = (torch.randn(B, L, D),)
+        words = {"src_key_padding_mask": padding, "is_causal": future is not None}
+        words |= {"mask" if layers > 1 else "src_mask": future}
+    attentions = 2 if which == "decoder layer" else 1
+    flops = layers * (attentions * attention_flops(B, L, D) + 4.0 * B * L * D * FEEDFORWARD)
+    name = f"{mode} {kind}"
+    for model in (ours, theirs):
+        model.train(mode == "train")
+    if mode == "eval":
+        calls = [_inference(lambda m=model: m(*inputs, **words)) for model in (ours, theirs)]
+    else:
+        grad = torch.randn(B, L, D)
+        grad = grad if padding is None else grad.masked_fill(padding[..., None], 0)
+        calls = [_step(model, lambda m=model: m(*inputs, **words), grad) for model in (ours, theirs)]
+        flops *= 3
+    return Case(name, calls[0], {"torch": calls[1]}, flops, padding=padding)
 
 
 def short(mode: str, shape: tuple[int, int, int, int], *, fused: bool) -> Case:

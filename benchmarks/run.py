@@ -24,11 +24,17 @@ import torch
 from torch import Tensor
 
 import headwise
-from benchmarks.cases import LARGE, MASKS, SHORT, Call, Case, classifier, large, short
+from benchmarks.cases import FEEDFORWARD, LARGE, LAYERS, MASKS, SHORT, Call, Case, classifier, large, layer, short
 
 # What the project promises of each group: every row's ratio, and the geometric mean of short calls.
 NEVER_BELOW = 0.97
 FLOORS = {"eval none": 1.2, "eval padding": 1.7}
+LAYER_FLOORS = {
+    ("six-layer encoder", "eval padding"): 1.5,
+    ("encoder layer", "eval padding"): 1.2,
+    ("decoder layer", "eval padding"): 1.2,
+    ("decoder layer", "eval causal, padding"): 1.2,
+}
 MEAN_FLOORS = {("fused", "eval"): 1.1, ("fused", "train"): 1.4, ("split", "eval"): 0.9, ("split", "train"): 1.1}
 
 
@@ -80,6 +86,8 @@ def agree(case: Case) -> None:
         theirs = call()
         assert isinstance(ours, Tensor)
         assert isinstance(theirs, Tensor)
+        if case.padding is not None:
+            ours, theirs = (out.masked_fill(case.padding[..., None], 0) for out in (ours, theirs))
         torch.testing.assert_close(
             ours, theirs, rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{case.name}, {n}: {text}"
         )
@@ -104,6 +112,17 @@ def large_rows(peak: float, rounds: int) -> Iterator[tuple[str, Row]]:
                 case = large(mode, kind, fused=layout == "fused")
                 case.floor = FLOORS.get(case.name, NEVER_BELOW)
                 yield layout, measure(case, rounds=rounds, repeats=1, peak=peak)
+
+
+def layer_rows(peak: float, rounds: int) -> Iterator[tuple[str, Row]]:
+    """torch's layers beside the same after `upgrade`."""
+    for which, kinds in LAYERS.items():
+        for mode in ("eval", "train"):
+            for kind in kinds:
+                case = layer(mode, which, kind)
+                case.floor = LAYER_FLOORS.get((which, case.name), NEVER_BELOW)
+                turns = max(3, rounds // 3) if which == "six-layer encoder" else rounds
+                yield which, measure(case, rounds=turns, repeats=1, peak=peak)
 
 
 def short_rows(peak: float, rounds: int) -> Iterator[tuple[str, str, list[Row]]]:
@@ -167,6 +186,24 @@ def report(rounds: int, only: str | None) -> tuple[str, list[str]]:
             print(lines[-1], file=sys.stderr)
             if row.floor is not None and row.ratio < row.floor:
                 missed.append(f"{layout} {row.name}: {row.ratio:.2f}, floor {row.floor}")
+    if only in (None, "layers"):
+        lines += [
+            "",
+            f"## torch's layers beside the same after `headwise.upgrade`, M={FEEDFORWARD}, padding {L // 8} to {L}",
+            "",
+            "Train is a forward and a backward pass from real positions, without dropout.",
+            "",
+            "| layer | case | ratio | quartiles | floor | share |",
+            "|---|---|---|---|---|---|",
+        ]
+        for which, row in layer_rows(peak, rounds):
+            lines.append(
+                f"| {which} | {row.name} | {row.ratio:.2f} | {row.low:.2f} to {row.high:.2f} | {row.floor} "
+                f"| {row.share:.2f} |"
+            )
+            print(lines[-1], file=sys.stderr)
+            if row.floor is not None and row.ratio < row.floor:
+                missed.append(f"{which} {row.name}: {row.ratio:.2f}, floor {row.floor}")
     if only in (None, "short"):
         header = " | ".join(str(shape) for shape in SHORT)
         lines += [
@@ -209,7 +246,7 @@ def main() -> int:
     parser.add_argument(
         "--rounds", type=int, default=15, help="interleaved rounds a row (short and classifier rows: three times that)"
     )
-    parser.add_argument("--only", choices=("large", "short", "classifier"), help="one group of rows")
+    parser.add_argument("--only", choices=("large", "layers", "short", "classifier"), help="one group of rows")
     parser.add_argument("--save", action="store_true", help="write benchmarks/results/DATE.md too")
     parser.add_argument("--check", action="store_true", help="exit 1 if a ratio is below its floor")
     args = parser.parse_args()

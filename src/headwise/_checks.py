@@ -8,7 +8,9 @@ An error names the function, the argument, the rule, what came and the sizes of 
 from __future__ import annotations
 
 import importlib
+import operator
 from types import ModuleType
+from typing import SupportsIndex
 
 from torch import Tensor
 
@@ -33,6 +35,17 @@ def invalid(function: str, argument: str, rule: str, got: object, **tensors: Ten
 def kind_of(value: object) -> str:
     """What came where a tensor belongs: dtype and shape, or the type of something else."""
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
+def positive(function: str, argument: str, value: object) -> int:
+    """An int of at least 1, numpy's included.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or operator.index(value) < 1:
+        raise invalid(function, argument, "be an int of at least 1", repr(value))
+    return operator.index(value)
 
 
 def counted(number: int, noun: str, nouns: str = "") -> str:

@@ -22,7 +22,8 @@ from tests.contract.source import ROOT
 from headwise.cli import main
 
 READMES = ("README.md", "README.zh-CN.md")
-PAGES = (*READMES, "docs/classify.md")  # whose code runs here too
+COMMANDS = (*READMES, "docs/classify.md")  # whose `headwise` commands run here too
+PAGES = (*COMMANDS, "docs/upgrade.md")  # whose code runs here too
 SHELL = ("sh", "bash", "shell", "console")
 FENCE = re.compile(r"^(?P<indent>[ \t]*)(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[\w+-]*)[^\n]*$")
 
@@ -127,7 +128,7 @@ def write_recordings(folder: Path) -> None:
     (folder / "new.csv").write_text("\n".join(["series,time (ms),acc_x,acc_y", *rows]) + "\n", "utf-8")
 
 
-@pytest.mark.parametrize("file", PAGES)
+@pytest.mark.parametrize("file", COMMANDS)
 def test_headwise_commands_run(file: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In their order, in one folder; trained for a moment only."""
     monkeypatch.chdir(tmp_path)

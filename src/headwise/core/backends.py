@@ -259,13 +259,10 @@ class _Ragged:
                 for whole in (key, value)
             )
         one = request._replace(mask=Lowered(causal=causal))
-        parts = []
-        for q, k, v in zip(queries, keys, values, strict=True):
-            if k.shape[2] == 0:
-                out = q.new_zeros(*q.shape[:3], v.shape[3])
-            else:
-                out = SDPA.run(one._replace(query=q, key=k, value=v))
-            parts.append(out.transpose(1, 2))  # as the kernel lays it out
+        parts = [
+            SDPA.run(one._replace(query=q, key=k, value=v)).transpose(1, 2)  # as the kernel lays it out
+            for q, k, v in zip(queries, keys, values, strict=True)
+        ]
         return torch.cat(parts, dim=1 if ragged.packed else 0).transpose(1, 2)
 
 

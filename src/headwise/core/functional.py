@@ -194,14 +194,18 @@ def explain(
     refused = {}
     for other in BACKENDS:
         if other is not chosen:
-            refused[other.name] = other.why_not(request) or [
-                "another was asked for"
-                if backend is not None
-                else "many short heads in inference: a fused kernel's set-up costs more than it saves"
-                if other is not PLAIN
-                else "it holds all the weights, the other does not"
-            ]
+            refused[other.name] = other.why_not(request) or [_why_rather(chosen, other, asked=backend is not None)]
     return Explanation(chosen.name, refused)
+
+
+def _why_rather(chosen: Backend, other: Backend, *, asked: bool) -> str:
+    if asked:
+        return "another was asked for"
+    if other is PLAIN:
+        return "it holds all the weights, the other does not"
+    if chosen is RAGGED:
+        return "it computes what is padding or belongs to other sequences, the other does not"
+    return "many short heads in inference: a fused kernel's set-up costs more than it saves"
 
 
 def prepare(
@@ -233,8 +237,9 @@ def prepare(
             if pair * B * L * size.keys >= _WORTH_READING:
                 mask = with_flag(mask, size)
             if by_sequence is not False and drop is None and softcap is None and sink is None:
-                recorded = needs_grad(Request(query, key, value, NOTHING_HIDDEN))
-                lengths = _lengths(mask, size, pair, 0.0 if by_sequence else _LOOP_GRAD if recorded else _LOOP)
+                # with dropout the same choice with and without gradients: recomputation has to draw the same numbers
+                recorded = dropout > 0 or needs_grad(Request(query, key, value, NOTHING_HIDDEN))
+                lengths = _lengths(mask, size, pair, 0.0 if by_sequence else TURN_GRAD if recorded else TURN)
                 if lengths is not None:
                     return Request(query, key, value, lengths, scale, dropout, grouped=grouped)
         lowered = lower(mask, size, dtype)
@@ -260,8 +265,8 @@ def _lengths(mask: Mask, size: Size, pair: int, turn: float) -> Lowered | None:
 # FLOPs that take as long as a mask's numbers to read, and as one turn of the loop over sequences; measured by
 # benchmarks/run.py
 _WORTH_READING = 1e7
-_LOOP = 3e6
-_LOOP_GRAD = 1e7
+TURN = 3e6
+TURN_GRAD = 1e7
 
 
 def _score_dtype(query: Tensor) -> torch.dtype:

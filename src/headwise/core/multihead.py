@@ -5,7 +5,6 @@ Letters: B batch, H heads, L query positions, S key positions, D model width, K 
 
 from __future__ import annotations
 
-import operator
 import warnings
 from collections.abc import Callable
 from typing import Any, cast
@@ -13,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from headwise._checks import invalid
+from headwise._checks import invalid, positive
 from headwise.core.backends import PLAIN, autocasts, choose, readable, run_unmasked
 from headwise.core.functional import prepare
 from headwise.core.layouts import is_hooked
@@ -123,11 +122,11 @@ class MultiheadAttention(ProjectedAttention):
         fused_qkv: bool = False,
     ) -> None:
         super().__init__()
-        embed_dim, num_heads = _size("embed_dim", embed_dim), _size("num_heads", num_heads)
+        embed_dim, num_heads = positive(_NAME, "embed_dim", embed_dim), positive(_NAME, "num_heads", num_heads)
         if dtype is not None and not dtype.is_floating_point:
             raise invalid(_NAME, "dtype", "be a floating one", dtype)
-        self.kdim = embed_dim if kdim is None else _size("kdim", kdim)
-        self.vdim = embed_dim if vdim is None else _size("vdim", vdim)
+        self.kdim = embed_dim if kdim is None else positive(_NAME, "kdim", kdim)
+        self.vdim = embed_dim if vdim is None else positive(_NAME, "vdim", vdim)
         if embed_dim % num_heads:
             nearest = embed_dim // num_heads * num_heads or num_heads
             rule = f"be a multiple of num_heads {num_heads}, such as {nearest} or {nearest + num_heads}"
@@ -290,13 +289,6 @@ class MultiheadAttention(ProjectedAttention):
             keys.append(k_BHSK.new_zeros(B, H, 1, K))
             values.append(v_BHSK.new_zeros(B, H, 1, K))
         return torch.cat(keys, dim=2), torch.cat(values, dim=2), appended(mask, len(keys) - 1)
-
-
-def _size(name: str, value: int) -> int:
-    """A positive int, numpy's included."""
-    if isinstance(value, bool) or not hasattr(value, "__index__") or operator.index(value) < 1:
-        raise invalid(_NAME, name, "be an int of at least 1", repr(value))
-    return operator.index(value)
 
 
 def _probability(value: float) -> float:

@@ -25,7 +25,8 @@ class Sequences(Mask):
         self.extent = (1, 1, sum(ragged.queries), sum(ragged.keys))
 
     def keep(self, size: Size) -> Tensor | None:
-        ids = [torch.repeat_interleave(torch.tensor(lengths, device=size.device)) for lengths in self.ragged[:2]]
+        both = (torch.tensor(lengths, dtype=torch.long, device=size.device) for lengths in self.ragged[:2])
+        ids = [torch.repeat_interleave(lengths) for lengths in both]
         return Documents(*ids).keep(size)
 
     def _arguments(self) -> str:
@@ -61,6 +62,8 @@ def _says_causal(term: Given, size: Size, flag: bool) -> bool:
     tensor = keep if score is None else score
     if tensor is None or tensor.shape != (1, 1, size.queries, size.keys) or tensor.requires_grad:
         return False
+    if tensor.numel() == 0:
+        return False
     tensor_LS = tensor[0, 0]
     hidden = False if score is None else -math.inf
     if tensor_LS[-1, 0] == hidden or not (flag or tensor_LS[0, -1] == hidden):
@@ -91,6 +94,8 @@ def lower_to_lengths(mask: Mask, size: Size) -> Lowered | None:
             found = _beginnings(term, size)
         if found is None:
             return None
+    if found is not None and causal_flag and found.packed and found.queries != found.keys:
+        return None  # the flag speaks of positions in the row
     if found is None or (found.packed and (size.batch, size.queries, size.keys) != (1, *map(sum, found[:2]))):
         return None  # what does not fit is named where it is written out
     return Lowered(causal_flag, ragged=found)
@@ -103,14 +108,14 @@ def _beginnings(term: Mask, size: Size) -> Ragged | None:
         return None
     keep_BS = keep[:, 0, 0].expand(size.batch, size.keys)
     lengths = keep_BS.sum(dim=1)
-    if not torch.equal(keep_BS, torch.arange(size.keys) < lengths[:, None]):
+    if not torch.equal(keep_BS, torch.arange(size.keys, device=size.device) < lengths[:, None]):
         return None
     return Ragged((size.queries,) * size.batch, tuple(lengths.tolist()), False)
 
 
 def _pieces(term: Documents, size: Size) -> Ragged | None:
     """The lengths of documents that are in one piece each."""
-    if size.batch != 1:
+    if any(tensor.dim() == 2 and tensor.shape[0] != 1 for tensor in term.tensors):
         return None
     ids, lengths = [], []
     for tensor in term.tensors:

@@ -34,9 +34,7 @@ TARGETS: dict[type[nn.Module], type[nn.Module]] = {
 }
 
 # What a class statement leaves in a class by itself, and what changes nothing of what its instances do.
-_NOISE = frozenset(
-    ("__constants__", "__parameters__", "__orig_bases__", "__abstractmethods__", "_abc_impl", "__init__")
-)
+_NOISE = {"__constants__", "__parameters__", "__orig_bases__", "__abstractmethods__", "_abc_impl", "__init__"}
 _NOISE |= vars(type("Empty", (), {"__annotations__": {}})).keys()
 _NOISE |= {"__annotate__", "__annotate_func__", "__annotations_cache__", "__static_attributes__", "__firstlineno__"}
 _NOISE |= {"__qualname__", "__type_params__"}
@@ -308,10 +306,10 @@ def _check_options(function: str, module: MultiheadAttention, path: str) -> None
     """Hold that our attention does no more than torch's can."""
     if not module.average_attn_weights:
         raise invalid(function, f"{path}.average_attn_weights", "be True, as torch's layer always is", False)
-    drop = module._modules["attn_dropout"]
-    for name, kind, child in (("attn_dropout", nn.Dropout, drop), ("attend", Attend, module._modules["attend"])):
+    drop, attend = module._modules.get("attn_dropout"), module._modules.get("attend")
+    for name, kind, child in (("attn_dropout", nn.Dropout, drop), ("attend", Attend, attend)):
         where = f"{path}.{name}"
-        if type(child) is not kind:
+        if child is None or type(child) is not kind:
             raise invalid(function, where, f"be a plain {kind.__name__}: torch has no such child", type(child).__name__)
         if layouts.is_hooked(child):
             raise invalid(function, where, "carry no hooks: torch has no such child; remove them first", "some")
@@ -319,7 +317,7 @@ def _check_options(function: str, module: MultiheadAttention, path: str) -> None
     if drop.training != module.training and module.dropout:
         rule = f"have training={module.training}, as its parent: torch has one flag for both"
         raise invalid(function, f"{path}.attn_dropout", rule, drop.training)
-    out = module._modules["out_proj"]
+    out = module._modules.get("out_proj")
     if not isinstance(out, nn.Linear) or not _is_what_it_holds(out) or layouts.is_hooked(out):
         rule = "be an nn.Linear without hooks or adapters: torch reads its weight and never calls it"
         raise invalid(function, f"{path}.out_proj", rule, type(out).__name__)

@@ -84,7 +84,7 @@ class EncoderBlock(EncoderParts):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_dropout("EncoderBlock", dropout)
+        check_dropout(EncoderBlock, dropout)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self._build(
             _given_or_ours("EncoderBlock", "attention", attention, embed_dim, num_heads, None, dropout, bias, factory),
@@ -206,7 +206,7 @@ class DecoderBlock(DecoderParts):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_dropout("DecoderBlock", dropout)
+        check_dropout(DecoderBlock, dropout)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         sizes = (embed_dim, num_heads)
         own = _given_or_ours("DecoderBlock", "attention", attention, *sizes, None, dropout, bias, factory)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwise._checks import invalid
+from headwise._checks import invalid, positive
 
 Activation = Literal["gelu", "relu", "swiglu"] | Callable[[Tensor], Tensor]
 Norm = Literal["layernorm", "rmsnorm"] | Callable[[int], nn.Module] | nn.Module
@@ -28,25 +28,29 @@ class FeedForward(nn.Module):
     """
 
     activation: Callable[[Tensor], Tensor]
+    _width_word = "feedforward_dim"  # what the constructor calls M
 
     def _build_feed_forward(
         self, embed_dim: int, feedforward_dim: int | None, activation: Activation, dropout: float, **factory: Any
-    ) -> None:
-        """Make the children; `factory` holds bias, device and dtype of the linears."""
+    ) -> Callable[[Tensor], Tensor]:
+        """Make the children; `factory` holds bias, device and dtype of the linears.
+
+        Returns:
+            The activation, which torch's layers register last.
+        """
         name = type(self).__name__
         if activation not in _ACTIVATIONS if isinstance(activation, str) else not callable(activation):
             raise invalid(name, "activation", f"be one of {list(_ACTIVATIONS)} or a callable", repr(activation))
         gated = activation == "swiglu"
         if feedforward_dim is None:
             feedforward_dim = 8 * embed_dim // 3 if gated else 4 * embed_dim  # as many weights in both forms
-        if isinstance(feedforward_dim, bool) or not isinstance(feedforward_dim, int) or feedforward_dim < 1:
-            raise invalid(name, "feedforward_dim", "be an int of at least 1", repr(feedforward_dim))
+        feedforward_dim = positive(name, self._width_word, feedforward_dim)
         self.linear1 = nn.Linear(embed_dim, feedforward_dim, **factory)
         self.dropout = nn.Dropout(dropout)
         self.linear2 = nn.Linear(feedforward_dim, embed_dim, **factory)
         if gated:
             self.linear3 = nn.Linear(embed_dim, feedforward_dim, **factory)
-        self.activation = _ACTIVATIONS[activation] if isinstance(activation, str) else activation
+        return _ACTIVATIONS[activation] if isinstance(activation, str) else activation
 
     def _feed_forward(self, x_BLD: Tensor) -> Tensor:
         hidden_BLM = self.activation(self.linear1(x_BLD))
@@ -56,10 +60,10 @@ class FeedForward(nn.Module):
         return out_BLD
 
 
-def check_dropout(name: str, dropout: float) -> None:
-    """Refuse what is no probability: torch's Dropout takes NaN, and torch's layers have the width in its place."""
+def check_dropout(block: type[FeedForward], dropout: float) -> None:
+    """Refuse what is no probability: torch's Dropout takes NaN, and others have the inner width in its place."""
     if not 0.0 <= dropout <= 1.0:
-        raise invalid(name, "dropout", "be in [0, 1]; the inner width is feedforward_dim", dropout)
+        raise invalid(block.__name__, "dropout", f"be in [0, 1]; the inner width is {block._width_word}", dropout)
 
 
 def make_norm(name: str, norm: Norm, embed_dim: int, eps: float, bias: bool, **factory: Any) -> nn.Module:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwise.core.backends import readable
+from headwise.core.backends import autocasts, readable
+from headwise.core.functional import TURN, TURN_GRAD
 from headwise.core.layouts import is_hooked
 from headwise.core.masks import Mask
 from headwise.core.multihead import Attend, MultiheadAttention
@@ -25,10 +26,7 @@ _POSITION_WISE = frozenset(
 _KNOWN = _POSITION_WISE | {MultiheadAttention, Attend}
 _FUNCTIONS = (F.relu, F.gelu, F.silu, torch.relu, torch.tanh)
 
-# Numbers of x that must be saved for each sequence, measured by benchmarks/run.py: its attention is a turn of a loop,
-# while the products over positions get shorter. With gradients a turn costs three times as much.
-_WORTH = 2**16
-_WORTH_GRAD = 3 * 2**16
+_PER_POSITION = 24  # times D * D: about the FLOPs of a position in a block whose feed-forward is 4 * D wide
 
 
 class Packing(NamedTuple):
@@ -67,32 +65,47 @@ def find_packing(
     adapter or a module of the user's own would see another shape.
     """
     hidden, rest = words.get("key_padding_mask"), words.keys() - {"key_padding_mask", "is_causal"}
-    if rest or not isinstance(hidden, Tensor) or hidden.dtype != torch.bool or x.dim() != 3:
+    if rest or not isinstance(hidden, Tensor) or hidden.dtype != torch.bool or x.dim() != 3 or x.numel() == 0:
         return None
     recorded = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in block.parameters()))
-    worth = (_WORTH_GRAD if recorded else _WORTH) * padding_BL.shape[0]
-    if x.numel() < worth or not (readable(x) and readable(padding_BL) and readable(hidden)):
+    # with dropout the same choice with and without gradients: recomputation has to draw the same numbers
+    recorded = recorded or any(type(m) is nn.Dropout and m.training and m.p > 0 for m in block.modules())
+    B, L = padding_BL.shape
+    turns = B * (TURN_GRAD if recorded else TURN)  # attention becomes a loop over samples
+    position = _PER_POSITION * x.shape[-1] ** 2
+    if position * B * L < turns or not (readable(x) and readable(padding_BL) and readable(hidden)):
         return None
     if hidden is not padding_BL and not torch.equal(hidden, padding_BL):
         return None
     lengths = (~padding_BL).sum(dim=1).tolist()
-    if (padding_BL.numel() - sum(lengths)) * x.shape[-1] < worth or not _is_position_wise(block):
+    if position * (B * L - sum(lengths)) < turns or not _is_position_wise(block, x):
         return None
     if batch_first:
         places = (~padding_BL).flatten().nonzero().squeeze(1)
     else:
-        sample, position = (~padding_BL).nonzero().unbind(1)
-        places = position * padding_BL.shape[0] + sample
+        sample, when = (~padding_BL).nonzero().unbind(1)
+        places = when * B + sample
     return Packing(places, x.shape, batch_first, sequences(lengths))
 
 
-def _is_position_wise(block: nn.Module) -> bool:
-    """Whether all that the block calls is known, and nothing but attention looks beyond a position."""
+def _is_position_wise(block: nn.Module, x: Tensor) -> bool:
+    """Whether all that the block calls is known and takes x, and nothing but attention looks beyond a position."""
     attention: Any = block._modules["self_attn"]
     if type(attention) is not MultiheadAttention or attention.bias_k is not None or attention.add_zero_attn:
         return False
+    if type(attention._modules["attn_dropout"]) is not nn.Dropout:  # anything else sees the weights
+        return False
+    weight = getattr(attention.out_proj, "weight", x)
+    if x.shape[-1] != attention.embed_dim or not (x.dtype == weight.dtype or autocasts(x.device)):
+        return False  # what does not fit is named with the caller's shapes
     activation = getattr(block, "activation", None)
     if not isinstance(activation, nn.Module) and all(activation is not known for known in _FUNCTIONS):
         return False
     inside = (module for module in block.modules() if module is not block)
-    return direct() and all(type(module) in _KNOWN and not is_hooked(module) for module in inside)
+    return direct() and all(_is_known(module) and not is_hooked(module) for module in inside)
+
+
+def _is_known(module: nn.Module) -> bool:
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)) and len(module.normalized_shape) != 1:
+        return False
+    return type(module) in _KNOWN

@@ -39,11 +39,12 @@ class EncoderParts(FeedForward):
         name = type(self).__name__
         self.norm_first = norm_first
         self.self_attn = attention
-        self._build_feed_forward(embed_dim, feedforward_dim, activation, dropout, bias=bias, **factory)
+        act = self._build_feed_forward(embed_dim, feedforward_dim, activation, dropout, bias=bias, **factory)
         self.norm1 = make_norm(name, norm, embed_dim, norm_eps, bias, **factory)
         self.norm2 = make_norm(name, norm, embed_dim, norm_eps, bias, **factory)
         self.dropout1 = nn.Dropout(dropout)
         self.dropout2 = nn.Dropout(dropout)
+        self.activation = act
 
     def _encode(
         self, x: Tensor, rows: Tensor | None, need_weights: bool, words: dict[str, Any]
@@ -52,7 +53,7 @@ class EncoderParts(FeedForward):
         name, batch_first = type(self).__name__, is_batch_first(self.self_attn)
         packing = None
         if rows is not None:
-            rows = check_rows(name, rows, x, batch_first)
+            check_rows(name, "query_padding_mask", rows, x, batch_first)
             packing = None if need_weights else find_packing(self, x, rows, words, batch_first)
             if packing is None:
                 x = silence(x, rows, words.get("key_padding_mask"), batch_first)
@@ -101,13 +102,14 @@ class DecoderParts(FeedForward):
         self.norm_first = norm_first
         self.self_attn = attention
         self.multihead_attn = cross_attention
-        self._build_feed_forward(embed_dim, feedforward_dim, activation, dropout, bias=bias, **factory)
+        act = self._build_feed_forward(embed_dim, feedforward_dim, activation, dropout, bias=bias, **factory)
         self.norm1 = make_norm(name, norm, embed_dim, norm_eps, bias, **factory)
         self.norm2 = make_norm(name, norm, embed_dim, norm_eps, bias, **factory)
         self.norm3 = make_norm(name, norm, embed_dim, norm_eps, bias, **factory)
         self.dropout1 = nn.Dropout(dropout)
         self.dropout2 = nn.Dropout(dropout)
         self.dropout3 = nn.Dropout(dropout)
+        self.activation = act
 
     def _decode(
         self,
@@ -121,7 +123,7 @@ class DecoderParts(FeedForward):
         """The block. `rows` is the query padding mask; the words are those of each attention that say something."""
         name, batch_first = type(self).__name__, is_batch_first(self.self_attn)
         if rows is not None:
-            rows = check_rows(name, rows, x, batch_first)
+            check_rows(name, "query_padding_mask", rows, x, batch_first)
             x = silence(x, rows, words.get("key_padding_mask"), batch_first)
         if self.norm_first:
             y = first_norm(name, self.norm1, x)
@@ -245,15 +247,14 @@ def check_attention(
             raise invalid(name, f"{argument}.{attribute}", f"be {wanted}", got)
 
 
-def check_rows(name: str, rows: Tensor, x: Tensor, batch_first: bool) -> Tensor:
-    """A query padding mask that fits x: (B, L), or (L,) unbatched, as it came.
+def check_rows(name: str, argument: str, rows: Tensor, x: Tensor, batch_first: bool) -> None:
+    """Hold that a padding mask of queries is bool and fits x: (B, L), or (L,) unbatched.
 
     Raises:
-        ValueError: it does not fit.
+        ValueError: it is not.
     """
     shape = x.shape[:-1] if batch_first or x.dim() != 3 else torch.Size((x.shape[1], x.shape[0]))
-    check_padding(name, "query_padding_mask", rows, shape, x)
-    return rows
+    check_padding(name, argument, rows, shape, x)
 
 
 def zero_rows(x: Tensor, rows: Tensor, batch_first: bool) -> Tensor:

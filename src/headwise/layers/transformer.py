@@ -17,20 +17,29 @@ Axis letters: B batch, D width (`d_model`), H heads (`nhead`), L target or sourc
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwise._checks import invalid
+from headwise._checks import invalid, positive
 from headwise.core import layouts
 from headwise.core.masks import Mask
 from headwise.core.multihead import MultiheadAttention
 from headwise.core.projections import ProjectedAttention
 from headwise.layers.blocks import DecoderBlock, EncoderBlock
 from headwise.layers.feedforward import Activation, Norm, check_dropout, make_norm
-from headwise.layers.parts import DecoderParts, EncoderParts, future, given, is_batch_first, with_future, zero_rows
+from headwise.layers.parts import (
+    DecoderParts,
+    EncoderParts,
+    check_rows,
+    future,
+    given,
+    is_batch_first,
+    with_future,
+    zero_rows,
+)
 
 __all__ = [
     "Transformer",
@@ -81,6 +90,8 @@ class TransformerEncoderLayer(EncoderParts):
         torch.Size([2, 5, 64])
     """
 
+    _width_word = "dim_feedforward"
+
     def __init__(
         self,
         d_model: int,
@@ -100,7 +111,7 @@ class TransformerEncoderLayer(EncoderParts):
         average_attn_weights: bool = True,
     ) -> None:
         super().__init__()
-        check_dropout("TransformerEncoderLayer", dropout)
+        check_dropout(TransformerEncoderLayer, dropout)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         options: dict[str, Any] = {"fused_qkv": fused_qkv, "average_attn_weights": average_attn_weights, **factory}
         self._build(
@@ -183,6 +194,8 @@ class TransformerDecoderLayer(DecoderParts):
         torch.Size([2, 5, 64])
     """
 
+    _width_word = "dim_feedforward"
+
     def __init__(
         self,
         d_model: int,
@@ -202,7 +215,7 @@ class TransformerDecoderLayer(DecoderParts):
         average_attn_weights: bool = True,
     ) -> None:
         super().__init__()
-        check_dropout("TransformerDecoderLayer", dropout)
+        check_dropout(TransformerDecoderLayer, dropout)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         options: dict[str, Any] = {"fused_qkv": fused_qkv, "average_attn_weights": average_attn_weights, **factory}
         self._build(
@@ -340,19 +353,21 @@ class TransformerEncoder(nn.Module):
         Raises:
             ValueError: as the layers; need_weights with a layer that is not ours.
         """
-        rows = query_padding_mask
-        if rows is None and self.use_nested_tensor and mask is None and src.dim() == 3:
-            rows = src_key_padding_mask if _is_bool(src_key_padding_mask) else None
+        x, batch_first, rows = src, _layout_of(self.layers[0]), query_padding_mask
+        if (
+            rows is None
+            and self.use_nested_tensor
+            and mask is None
+            and src.dim() == 3
+            and _is_bool(src_key_padding_mask)
+        ):
+            rows = cast(Tensor, src_key_padding_mask)
+            check_rows("TransformerEncoder", "src_key_padding_mask", rows, src, batch_first)
         extras = given(need_weights=need_weights or None, average_attn_weights=average_attn_weights)
-        x, batch_first = src, _layout_of(self.layers[0])
         words = {"src_mask": mask, "src_key_padding_mask": src_key_padding_mask, "is_causal": bool(is_causal)}
         weights: list[Tensor] = []
         for layer in self.layers:
-            if isinstance(layer, TransformerEncoderLayer):
-                x = layer(x, **words, **given(query_padding_mask=rows), **extras)
-            else:
-                _refuse(self, layer, extras)
-                x = layer(x, **_written_out(self, words, x, x, batch_first))
+            x = layer(x, **_told(self, layer, TransformerEncoderLayer, words, extras, x, x, batch_first, rows))
             if need_weights:
                 x, its_weights = x
                 weights.append(its_weights)
@@ -451,11 +466,10 @@ class TransformerDecoder(nn.Module):
         }
         weights: list[_Pair] = []
         for layer in self.layers:
-            if isinstance(layer, TransformerDecoderLayer):
-                x = layer(x, memory, **words, **given(query_padding_mask=query_padding_mask), **extras)
-            else:
-                _refuse(self, layer, extras)
-                x = layer(x, memory, **_written_out(self, words, x, memory, batch_first))
+            told = _told(
+                self, layer, TransformerDecoderLayer, words, extras, x, memory, batch_first, query_padding_mask
+            )
+            x = layer(x, memory, **told)
             if need_weights:
                 x, pair = x
                 weights.append(pair)
@@ -599,23 +613,23 @@ class Transformer(nn.Module):
         """
         _check_both(self, src, tgt)
         extras = given(need_weights=need_weights or None, average_attn_weights=average_attn_weights)
-        memory = self.encoder(
-            src, mask=src_mask, src_key_padding_mask=src_key_padding_mask, is_causal=src_is_causal, **extras
-        )
+        encoder_words = {"mask": src_mask, "src_key_padding_mask": src_key_padding_mask, "is_causal": src_is_causal}
+        words: dict[str, Any] = {
+            "tgt_mask": tgt_mask,
+            "memory_mask": memory_mask,
+            "tgt_key_padding_mask": tgt_key_padding_mask,
+            "memory_key_padding_mask": memory_key_padding_mask,
+            "tgt_is_causal": tgt_is_causal,
+            "memory_is_causal": memory_is_causal,
+        }
+        batch_first = self.batch_first
+        told = _told(self, self.encoder, TransformerEncoder, encoder_words, extras, src, src, batch_first)
+        memory = self.encoder(src, **told)
         encoder_weights: list[Tensor] = []
         if need_weights:
             memory, encoder_weights = memory
-        output = self.decoder(
-            tgt,
-            memory,
-            tgt_mask=tgt_mask,
-            memory_mask=memory_mask,
-            tgt_key_padding_mask=tgt_key_padding_mask,
-            memory_key_padding_mask=memory_key_padding_mask,
-            tgt_is_causal=tgt_is_causal,
-            memory_is_causal=memory_is_causal,
-            **extras,
-        )
+        told = _told(self, self.decoder, TransformerDecoder, words, extras, tgt, memory, batch_first)
+        output = self.decoder(tgt, memory, **told)
         if not need_weights:
             return output  # type: ignore[no-any-return]
         output, decoder_weights = output
@@ -632,9 +646,11 @@ class Transformer(nn.Module):
         """Xavier uniform for all that has two dimensions, under torch's name, in torch's order and with its numbers."""
         done: set[int] = set()
         for module in self.modules():
-            if isinstance(module, ProjectedAttention) and not module.fused_qkv and layouts.draw_stacked(module):
-                done.update(id(getattr(module, child).weight) for child in layouts.CHILDREN)
-            for parameter in module._parameters.values():
+            split = isinstance(module, ProjectedAttention) and not module.fused_qkv
+            first = [getattr(module, child) for child in layouts.CHILDREN] if split else []
+            if split and layouts.draw_stacked(cast(ProjectedAttention, module)):
+                done.update(id(child.weight) for child in first)
+            for parameter in [p for child in first for p in child.parameters()] + list(module._parameters.values()):
                 if parameter is not None and parameter.dim() > 1 and id(parameter) not in done:
                     nn.init.xavier_uniform_(parameter)
                     done.add(id(parameter))
@@ -667,11 +683,9 @@ def _copies(stack: nn.Module, layer: nn.Module, number: int, independent_init: b
     if not isinstance(layer, nn.Module) or isinstance(layer, (EncoderBlock, DecoderBlock)):
         rule = "be a module that is called like torch's layer; Encoder and Decoder stack our blocks"
         raise invalid(name, "the layer", rule, kind)
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise invalid(name, "num_layers", "be an int of at least 1", repr(number))
-    copies = nn.ModuleList(copy.deepcopy(layer) for _ in range(number))
+    copies = nn.ModuleList(copy.deepcopy(layer) for _ in range(positive(name, "num_layers", number)))
     if independent_init:
-        for module in copies.modules():
+        for module in reversed(list(copies.modules())):  # a parent may undo what its children draw
             reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
             if reset is not None:
                 reset()
@@ -696,11 +710,25 @@ def _torch_would_nest(layer: nn.Module) -> bool:
     )
 
 
-def _refuse(stack: nn.Module, layer: nn.Module, extras: dict[str, Any]) -> None:
-    """A layer that is not ours knows torch's arguments only."""
+def _told(
+    stack: nn.Module,
+    part: nn.Module,
+    ours: type[nn.Module],
+    words: dict[str, Any],
+    extras: dict[str, Any],
+    x: Tensor,
+    memory: Tensor,
+    batch_first: bool,
+    rows: Tensor | None = None,
+) -> dict[str, Any]:
+    """The words of a call of `part`. What has another forward than ours may know torch's arguments only."""
+    if isinstance(part, ours) and type(part).forward is ours.forward:
+        return {**words, **extras, **given(query_padding_mask=rows)}
     if extras:
-        name, kind = type(stack).__name__, type(layer).__name__
-        raise invalid(name, ", ".join(extras), "be left out with layers that are not headwise's; upgrade() them", kind)
+        name, kind = type(stack).__name__, type(part).__name__
+        rule = "be left out with parts that have another forward than headwise's; upgrade() them"
+        raise invalid(name, ", ".join(extras), rule, kind)
+    return _written_out(stack, words, x, memory, batch_first)
 
 
 def _written_out(
@@ -711,14 +739,16 @@ def _written_out(
     words = dict(words)
     pairs = (
         ("src_mask", "is_causal", x),
+        ("mask", "is_causal", x),
         ("tgt_mask", "tgt_is_causal", x),
         ("memory_mask", "memory_is_causal", memory),
     )
     for mask_word, flag, keys in pairs:
         mask = words.get(mask_word)
         if isinstance(mask, Mask):
-            raise invalid(name, mask_word, "be a tensor for layers that are not headwise's; upgrade() them", repr(mask))
-        if words.get(flag):
+            rule = "be a tensor for parts that have another forward than headwise's; upgrade() them"
+            raise invalid(name, mask_word, rule, repr(mask))
+        if mask_word in words and words[flag]:
             words[mask_word] = with_future(name, mask, future(x.shape[dim], keys.shape[dim], x.device))
             words[flag] = mask is None
     return words

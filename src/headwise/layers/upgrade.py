@@ -65,7 +65,7 @@ def upgrade(
 
     Example:
         >>> import torch
-        >>> from headwise.layers.upgrade import upgrade
+        >>> from headwise import upgrade
         >>> model = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2).eval()
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> x = torch.randn(3, 5, 8)
@@ -236,9 +236,10 @@ def _check_wrappers(function: str, modules: dict[int, tuple[str, nn.Module]], ex
     going = {id(old): exchange for exchange in exchanges for old in exchange.old}
     if not going:
         return
-    sharded = getattr(getattr(torch.distributed, "fsdp", None), "FullyShardedDataParallel", ())
+    fsdp = getattr(torch.distributed, "fsdp", None)  # loaded, if a model is sharded
+    kinds = tuple(getattr(fsdp, name) for name in ("FullyShardedDataParallel", "FSDPModule") if hasattr(fsdp, name))
     for name, module in modules.values():
-        if not isinstance(module, nn.parallel.DistributedDataParallel) and not isinstance(module, sharded):
+        if not isinstance(module, (nn.parallel.DistributedDataParallel, *kinds)):
             continue
         for parameter in module.parameters():
             if id(parameter) in going:
