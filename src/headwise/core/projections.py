@@ -92,6 +92,10 @@ class ProjectedAttention(nn.Module):
             if extra is not None:
                 nn.init.xavier_normal_(extra)
 
+    def _reset_parameters(self) -> None:
+        """`reset_parameters` under torch's private name, which other libraries call."""
+        self.reset_parameters()
+
     def _project(
         self, query: Tensor, key: Tensor, value: Tensor, head_dim: int, batch_first: bool, is_direct: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,6 +18,7 @@ from torch import nn
 from headwise._checks import counted, invalid
 from headwise.core.multihead import MultiheadAttention
 from headwise.layers import become
+from headwise.layers.asked import who_asks
 from headwise.layers.exchange import WHOLE_CURE, Exchanges, described
 from headwise.layers.optimizers import Followed, Optimizers, listed, plan_optimizers
 
@@ -43,8 +44,9 @@ def upgrade(
         optimizer: one or several that were built over the model and train on: their groups get the new Parameters in
             the place of the old ones, and their state is cut with them. None: build them afterwards.
         where: `where(name, module)` says of each such layer whether to change it; name as in `model.named_modules()`.
-            None: all. A subclass that adds nothing but a constructor is changed if `where` selects it; any other
-            subclass stays, and a warning names it.
+            None: all but those whose class the code around them asks for (`isinstance(self.attn, ...)` in a method
+            of a module that holds them), where the answer would change. A subclass that adds nothing but a constructor
+            is changed if `where` selects it; any other subclass stays. A warning names what stays.
         fused_qkv: False cuts each packed in_proj_weight (3D, D) and in_proj_bias (3D,) in three, so that tools find
             four `nn.Linear`. True keeps these very Parameters, so that optimizers, EMA and DDP need nothing.
 
@@ -56,7 +58,7 @@ def upgrade(
             says what and the cure. Model and optimizers are then as before.
 
     Warns:
-        UserWarning: once, with the subclasses that stay as they are.
+        UserWarning: once, with the layers that stay as they are.
 
     One line goes to the logger "headwise": what was changed, and, as a warning, that an optimizer built before still
     holds Parameters that were cut. Random numbers are not drawn. What code will notice: `isinstance` of torch's
@@ -158,7 +160,7 @@ class _Plan:
         followed = plan_optimizers(self.function, optimizers, self.exchanges)
         if self.left:  # before the first change: a warning may be an error
             which = ", ".join(self.left)
-            warnings.warn(f"{self.function}: left as they are: {which}; {_subclass_cure(self.function)}", stacklevel=3)
+            warnings.warn(f"{self.function}: left as they are: {which}; {_cure(self.function)}", stacklevel=3)
         for commit in self.commits:
             commit()
         followed.commit()
@@ -183,7 +185,8 @@ class _Plan:
 
 def _search(model: nn.Module, where: Where, targets: Mapping[Any, Any]) -> _Search:
     search = _Search()
-    for name, module in model.named_modules():
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
         kind = become.parametrized_base(module) or type(module)
         if isinstance(module, torch.jit.ScriptModule):
             if getattr(module, "original_name", None) in {target.__name__ for target in targets}:
@@ -197,12 +200,22 @@ def _search(model: nn.Module, where: Where, targets: Mapping[Any, Any]) -> _Sear
             search.unselected += 1
             continue
         changes = [] if kind is base else become.changed_by(kind, base)
-        if kind is base or (where is not None and not changes):
+        known_as = kind.__mro__[: kind.__mro__.index(base) + 1]
+        asking = who_asks(_around(name, modules), known_as) if where is None else None
+        if asking is not None:
+            search.left.append(f"{name} (a {kind.__name__}, whose class {asking} asks for)")
+        elif kind is base or (where is not None and not changes):
             search.found.append((name, module, base))
         else:
             also = f", which has its own {', '.join(changes)}" if changes and where is not None else ""
             search.left.append(f"{name or 'model'} ({kind.__module__}.{kind.__qualname__}, a {base.__name__}{also})")
     return search
+
+
+def _around(name: str, modules: Mapping[str, nn.Module]) -> list[nn.Module]:
+    """What holds the module of this name, from the root on."""
+    parts = name.split(".") if name else []
+    return [modules[path] for n in range(len(parts)) if (path := ".".join(parts[:n])) in modules]
 
 
 def _wanted(targets: Mapping[Any, Any]) -> str:
@@ -215,7 +228,7 @@ def _instead(search: _Search, targets: Mapping[Any, Any]) -> str:
     if search.unselected:
         said.append(f"{counted(search.unselected, 'layer')} of which where selected none")
     if search.left:
-        said.append(f"subclasses only: {', '.join(search.left)}")
+        said.append(f"only what has to stay: {', '.join(search.left)}")
     if search.scripted:
         said.append(f"TorchScript, which cannot be changed: {', '.join(search.scripted)}; do it before scripting")
     if search.done:
@@ -224,10 +237,11 @@ def _instead(search: _Search, targets: Mapping[Any, Any]) -> str:
     return "; ".join(said) or "none"
 
 
-def _subclass_cure(function: str) -> str:
+def _cure(function: str) -> str:
     return (
-        f"{function} changes exact classes only. A subclass with nothing but a constructor of its own is changed if "
-        "where= selects it; where= can also pass the others by without this warning"
+        f"{function} changes exact classes only, and none that the code around it asks for by class, as the answer "
+        "would change. where= can select those, and subclasses with nothing but a constructor of their own; it can "
+        "also pass them by without this warning"
     )
 
 

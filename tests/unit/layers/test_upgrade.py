@@ -556,7 +556,7 @@ def test_where_can_select_a_subclass_with_nothing_but_a_constructor():
 
 
 def test_only_subclasses_raises_and_a_warning_as_error_changes_nothing():
-    refused(upgrade, Doubles(D), r"got subclasses only: model \(.*Doubles, a MultiheadAttention\)")
+    refused(upgrade, Doubles(D), r"got only what has to stay: model \(.*Doubles, a MultiheadAttention\)")
     model = subclasses()
     before = snapshot(model)
     with pytest.raises(UserWarning, match="left as they are"):  # warnings are errors here
@@ -728,3 +728,59 @@ def test_averaged_copies_can_be_upgraded_alike():
     upgrade(average)
     average.update_parameters(model)
     torch.testing.assert_close(average(*inputs), model(*inputs))
+
+
+class AsksInForward(nn.Module):
+    """As torch_geometric's GPSConv: what is no nn.MultiheadAttention is passed by."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn, self.other = nn.MultiheadAttention(D, H), nn.TransformerEncoderLayer(D, H, 13, 0.0)
+
+    def forward(self, x):
+        if isinstance(self.attn, nn.MultiheadAttention):
+            x = x + self.attn(x, x, x)[0]
+        return self.other(x)
+
+
+class AsksInside(AsksInForward):
+    def forward(self, x):
+        return sum(one(x, x, x)[0] for one in self.children() if isinstance(one, nn.MultiheadAttention))
+
+
+class AsksAtSetUp(nn.Module):
+    """As many a model: only its first values depend on the class."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn = nn.MultiheadAttention(D, H)
+        self.apply(self._init_weights)
+
+    def _init_weights(self, module):
+        if isinstance(module, nn.MultiheadAttention):
+            nn.init.ones_(module.in_proj_bias)
+
+    def forward(self, x):
+        return self.attn(x, x, x)[0]
+
+
+@pytest.mark.parametrize("kind", [AsksInForward, AsksInside])
+def test_what_the_code_around_asks_for_by_class_stays(kind):
+    """Also the attention inside a layer there: the method may look for any of them."""
+    model = nn.Sequential(kind()).eval()
+    x = torch.randn(L, B, D)
+    want = model(x)
+    with pytest.warns(
+        UserWarning, match=rf"0\.attn \(a MultiheadAttention, whose class {kind.__name__}\.forward asks for"
+    ):
+        upgrade(model)
+    assert type(model[0].attn) is nn.MultiheadAttention
+    assert type(model[0].other) is headwise.TransformerEncoderLayer
+    same(model(x), want, 1e-5)
+    upgrade(model, where=lambda name, module: name == "0.attn")
+    assert type(model[0].attn) is headwise.MultiheadAttention
+
+
+def test_a_class_that_is_asked_for_at_set_up_is_no_obstacle():
+    model = upgrade(AsksAtSetUp())
+    assert type(model.attn) is headwise.MultiheadAttention
