@@ -770,13 +770,12 @@ def test_what_the_code_around_asks_for_by_class_stays(kind):
     model = nn.Sequential(kind()).eval()
     x = torch.randn(L, B, D)
     want = model(x)
-    with pytest.warns(
-        UserWarning, match=rf"0\.attn \(a MultiheadAttention, whose class {kind.__name__}\.forward asks for"
-    ):
+    said = rf"0\.attn \(a MultiheadAttention, whose class {kind.__name__}\.forward asks for"
+    with pytest.warns(UserWarning, match=said):
         upgrade(model)
     assert type(model[0].attn) is nn.MultiheadAttention
     assert type(model[0].other) is headwise.TransformerEncoderLayer
-    same(model(x), want, 1e-5)
+    torch.testing.assert_close(model(x), want)
     upgrade(model, where=lambda name, module: name == "0.attn")
     assert type(model[0].attn) is headwise.MultiheadAttention
 
