@@ -62,6 +62,9 @@ MASKS: dict[str, tuple[masks.Mask | None, dict[str, Tensor]]] = {
     "hides all": (masks.padding([0, 0]), {"keep": torch.zeros(1, 1, 1, S, dtype=torch.bool)}),
 }  # fmt: skip
 
+# the masks that are lengths and nothing more, which may run sequence by sequence
+BY_LENGTH = ("padding", "causal & padding", "hides all")
+
 # name -> (H, G, L, S, K, V)
 SHAPES = {
     "equal heads": (H, H, L, S, K, K),
@@ -127,17 +130,19 @@ def hold(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_mask(dtype: torch.dtype, shape: str) -> None:
     for name, (mask, means) in MASKS.items():
+        backends = ("sdpa", "plain", "ragged") if name in BY_LENGTH else ("sdpa", "plain")
         try:
-            hold(drawn(SHAPES[shape], dtype), mask, means)
+            hold(drawn(SHAPES[shape], dtype), mask, means, backends)
         except AssertionError as error:
             raise AssertionError(f"under {name}") from error
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "plain"])
+@pytest.mark.parametrize("backend", ["sdpa", "plain", "ragged"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_without_gradients_the_numbers_are_the_same(dtype: torch.dtype, backend: str) -> None:
     """Inference may take another path; it has to agree with training."""
-    for shape, (mask, means) in itertools.product(SHAPES.values(), MASKS.values()):
+    for shape, name in itertools.product(SHAPES.values(), BY_LENGTH if backend == "ragged" else MASKS):
+        mask, means = MASKS[name]
         inputs = drawn(shape, dtype)
         want, _ = reference.attention(*(tensor.detach() for tensor in inputs), **means)
         with torch.no_grad():
@@ -205,7 +210,8 @@ def test_scale(dtype: torch.dtype, scale: float | None) -> None:
     for shape in ("equal heads", "three a group"):
         for name in ("none", "causal & padding", "bias"):
             mask, means = MASKS[name]
-            hold(drawn(SHAPES[shape], dtype), mask, means, scale=scale)
+            backends = ("sdpa", "plain", "ragged") if name in BY_LENGTH else ("sdpa", "plain")
+            hold(drawn(SHAPES[shape], dtype), mask, means, backends, scale=scale)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -277,13 +283,14 @@ def test_sizes_0_and_1_and_odd_ones(shape: tuple[int, ...], batch: int) -> None:
             hold(drawn(shape, dtype, batch), mask, means)
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "plain"])
+@pytest.mark.parametrize("backend", ["sdpa", "plain", "ragged"])
 def test_strides_do_not_matter(backend: str) -> None:
     """Inputs as views: transposed widths, every second head, expanded batch."""
     query = torch.randn(B, K, L, H).transpose(1, 3)
     key = torch.randn(B, 2 * H, S, K)[:, ::2]
     value = torch.randn(1, H, K, S).transpose(2, 3).expand(B, H, S, K)
-    for mask, means in MASKS.values():
+    for name in BY_LENGTH if backend == "ragged" else MASKS:
+        mask, means = MASKS[name]
         want, _ = reference.attention(query, key, value, **means)
         assert_close(attention(query, key, value, mask=mask, backend=backend).double(), want, rtol=1e-5, atol=1e-5)
 
@@ -328,14 +335,17 @@ def small_masks() -> Iterator[tuple[str, masks.Mask | None]]:
     yield "none", None
     yield "causal", masks.causal()
     yield "padding with a dead sample", masks.dense(keep)
+    yield "lengths with a dead sample", masks.padding([4, 0])
     yield "causal and padding", masks.causal() & masks.padding([4, 1])
     yield "bias", masks.bias(torch.linspace(-1, 1, 15, dtype=torch.float64).view(3, 5))
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 3, 5, 2, 2), SMALL, (2, 2, 3, 5, 2, 3)], ids=str)
-@pytest.mark.parametrize("backend", ["sdpa", "plain"])
+@pytest.mark.parametrize("backend", ["sdpa", "plain", "ragged"])
 def test_double_backward_in_eager(backend: str, shape: tuple[int, ...]) -> None:
-    for _, mask in small_masks():
+    for name, mask in small_masks():
+        if backend == "ragged" and name not in ("lengths with a dead sample", "causal and padding"):
+            continue
         call = lambda q, k, v, m=mask: attention(q, k, v, mask=m, backend=backend)  # noqa: E731
         inputs = drawn(shape)
         assert gradcheck(call, inputs, fast_mode=True)
@@ -502,16 +512,17 @@ def test_second_derivative_under_autocast() -> None:
     """The kernel sees 16-bit casts of the inputs; the derivatives reach the inputs themselves, in their dtype."""
     query, key, value = drawn((2, 2, 3, 5, 2, 2), torch.float32)
     found = {}
-    for backend in ("sdpa", "plain"):
+    for backend in ("sdpa", "ragged", "plain"):
         with torch.autocast("cpu", torch.bfloat16):
             out = attention(query, key, value, mask=masks.causal() & masks.padding([4, 1]), backend=backend)
         assert out.dtype == torch.bfloat16
         first = torch.autograd.grad(out.float().pow(2).sum(), [query, key, value], create_graph=True)
         second = torch.autograd.grad(sum(part.pow(2).sum() for part in first), [query, key, value])
         found[backend] = [*first, *second]
-    for got, want in zip(found["sdpa"], found["plain"], strict=True):
-        assert got.dtype == torch.float32
-        assert_close(got, want, rtol=5e-2, atol=5e-2)
+    for backend in ("sdpa", "ragged"):
+        for got, want in zip(found[backend], found["plain"], strict=True):
+            assert got.dtype == torch.float32
+            assert_close(got, want, rtol=5e-2, atol=5e-2)
 
 
 @pytest.mark.parametrize("randomness", ["different", "same"])
@@ -583,9 +594,12 @@ def test_function_transforms(name: str) -> None:
     close(jacobian(ours, cut, vectorize=True), jacobian(textbook, cut))
 
 
-@pytest.mark.parametrize("name", ["none", "causal & padding", "dense", "bias"])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [*((name, "sdpa") for name in ("none", "causal & padding", "dense", "bias")), ("causal & padding", "ragged")],
+)
 @pytest.mark.parametrize("groups", [6, 2])
-def test_checkpointing(name: str, groups: int) -> None:
+def test_checkpointing(name: str, backend: str, groups: int) -> None:
     """torch.utils.checkpoint: same gradients, and the hook does not hold what checkpointing lets go."""
     mask, _ = MASKS[name]
     inputs = drawn((H, groups, L, S, K, K))
@@ -594,7 +608,7 @@ def test_checkpointing(name: str, groups: int) -> None:
     def block(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value = query * 1, key * 1, value * 1
         inner.extend(weakref.ref(tensor) for tensor in (query, key, value))
-        return attention(query, key, value, mask=mask, backend="sdpa")
+        return attention(query, key, value, mask=mask, backend=backend)
 
     cotangent = torch.randn(B, H, L, K, dtype=torch.float64)
     want = torch.autograd.grad(block(*inputs), inputs, cotangent)
@@ -620,19 +634,23 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-def run_and_forget(groups: int = H) -> tuple[list[Tensor], Tensor, list[weakref.ref[Tensor]]]:
+every_kernel = pytest.mark.parametrize("backend", ["sdpa", "ragged"])
+
+
+def run_and_forget(backend: str, groups: int = H) -> tuple[list[Tensor], Tensor, list[weakref.ref[Tensor]]]:
     """Leaves, the output, and weak references to the tensors that the kernel was given."""
     leaves = drawn((H, groups, L, S, K, K))
     made = [leaf * 1 for leaf in leaves]
-    out = attention(*made, mask=masks.causal() & masks.padding(LENGTHS), backend="sdpa")
+    out = attention(*made, mask=masks.causal() & masks.padding(LENGTHS), backend=backend)
     return leaves, out, [weakref.ref(tensor) for tensor in made]
 
 
 @pytest.mark.usefixtures("no_collector")
+@every_kernel
 @pytest.mark.parametrize("groups", [H, 2])
-def test_memory_after_a_plain_backward(groups: int) -> None:
+def test_memory_after_a_plain_backward(groups: int, backend: str) -> None:
     """The output outlives it; what only a second derivative would need does not."""
-    _, out, references = run_and_forget(groups)
+    _, out, references = run_and_forget(backend, groups)
     out.sum().backward(retain_graph=True)
     out.sum().backward()
     assert alive(references) == [False] * 3
@@ -640,15 +658,17 @@ def test_memory_after_a_plain_backward(groups: int) -> None:
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_memory_without_a_backward() -> None:
-    _, out, references = run_and_forget()
+@every_kernel
+def test_memory_without_a_backward(backend: str) -> None:
+    _, out, references = run_and_forget(backend)
     del out
     assert alive(references) == [False] * 3
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_memory_after_create_graph() -> None:
-    leaves, out, references = run_and_forget()
+@every_kernel
+def test_memory_after_create_graph(backend: str) -> None:
+    leaves, out, references = run_and_forget(backend)
     grads = torch.autograd.grad(out.pow(2).sum(), leaves, create_graph=True)
     again = torch.autograd.grad(sum(grad.sum() for grad in grads), leaves)
     del grads, again, out

@@ -234,7 +234,7 @@ def prepare(
         dtype = _score_dtype(query)
         if readable(query) and all(map(readable, walk_tensors(mask))):
             pair = 2 * size.heads * (query.shape[-1] + value.shape[-1])  # FLOPs of a query and a key
-            if pair * B * L * size.keys >= _WORTH_READING:
+            if pair * B >= _WORTH_AN_ENTRY and pair * B * L * size.keys >= _WORTH_READING:
                 mask = with_flag(mask, size)
             if by_sequence is not False and drop is None and softcap is None and sink is None:
                 # with dropout the same choice with and without gradients: recomputation has to draw the same numbers
@@ -262,9 +262,10 @@ def _lengths(mask: Mask, size: Size, pair: int, turn: float) -> Lowered | None:
     return lowered if pair * saved >= turn * len(lengths.queries) else None
 
 
-# FLOPs that take as long as a mask's numbers to read, and as one turn of the loop over sequences; measured by
-# benchmarks/run.py
+# FLOPs that are worth reading a mask's numbers for, in all and for each of its entries; and FLOPs that take as long as
+# one turn of the loop over sequences. Measured on one thread.
 _WORTH_READING = 1e7
+_WORTH_AN_ENTRY = 2e3
 TURN = 3e6
 TURN_GRAD = 1e7
 

@@ -68,10 +68,12 @@ def _says_causal(term: Given, size: Size, flag: bool) -> bool:
     hidden = False if score is None else -math.inf
     if tensor_LS[-1, 0] == hidden or not (flag or tensor_LS[0, -1] == hidden):
         return False  # one cheap look settles most masks
-    past_hidden = tensor_LS.logical_not().tril() if score is None else tensor_LS.tril()
-    if past_hidden.any():
-        return False
-    return flag or bool((tensor_LS == hidden).logical_or_(torch.ones_like(tensor_LS, dtype=torch.bool).tril_()).all())
+    if score is None:
+        past = torch.ones_like(tensor_LS).tril_()
+        return torch.equal(tensor_LS.tril() if flag else tensor_LS, past)
+    if flag:
+        return not tensor_LS.tril().any()
+    return torch.equal(tensor_LS, torch.full_like(tensor_LS, -math.inf).triu_(1))
 
 
 def lower_to_lengths(mask: Mask, size: Size) -> Lowered | None:

@@ -67,14 +67,14 @@ def find_packing(
     hidden, rest = words.get("key_padding_mask"), words.keys() - {"key_padding_mask", "is_causal"}
     if rest or not isinstance(hidden, Tensor) or hidden.dtype != torch.bool or x.dim() != 3 or x.numel() == 0:
         return None
+    B, L = padding_BL.shape
+    position = _PER_POSITION * x.shape[-1] ** 2
+    if position * B * L < TURN * B or not (readable(x) and readable(padding_BL) and readable(hidden)):
+        return None
     recorded = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in block.parameters()))
     # with dropout the same choice with and without gradients: recomputation has to draw the same numbers
     recorded = recorded or any(type(m) is nn.Dropout and m.training and m.p > 0 for m in block.modules())
-    B, L = padding_BL.shape
     turns = B * (TURN_GRAD if recorded else TURN)  # attention becomes a loop over samples
-    position = _PER_POSITION * x.shape[-1] ** 2
-    if position * B * L < turns or not (readable(x) and readable(padding_BL) and readable(hidden)):
-        return None
     if hidden is not padding_BL and not torch.equal(hidden, padding_BL):
         return None
     lengths = (~padding_BL).sum(dim=1).tolist()
@@ -95,14 +95,14 @@ def _is_position_wise(block: nn.Module, x: Tensor) -> bool:
         return False
     if type(attention._modules["attn_dropout"]) is not nn.Dropout:  # anything else sees the weights
         return False
-    weight = getattr(attention.out_proj, "weight", x)
-    if x.shape[-1] != attention.embed_dim or not (x.dtype == weight.dtype or autocasts(x.device)):
-        return False  # what does not fit is named with the caller's shapes
     activation = getattr(block, "activation", None)
     if not isinstance(activation, nn.Module) and all(activation is not known for known in _FUNCTIONS):
         return False
     inside = (module for module in block.modules() if module is not block)
-    return direct() and all(_is_known(module) and not is_hooked(module) for module in inside)
+    if not direct() or not all(_is_known(module) and not is_hooked(module) for module in inside):
+        return False
+    weight: Any = attention.out_proj.weight  # what does not fit is named with the caller's shapes
+    return x.shape[-1] == attention.embed_dim and (x.dtype == weight.dtype or autocasts(x.device))
 
 
 def _is_known(module: nn.Module) -> bool:

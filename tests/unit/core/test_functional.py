@@ -12,9 +12,13 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from headwise import attention, attention_weights, explain, masks
-from headwise.core import backends, reference
+from headwise.core import backends, functional, reference
 
 B, H, G, L, S, K, V = 2, 6, 3, 5, 7, 11, 13
+NO_LENGTHS = (
+    "it takes padding on the right, or documents in one piece each, beside nothing but causal(), where their numbers "
+    "can be read without a wait (eager, on the CPU) and enough is hidden to be worth a loop"
+)
 NO_MASK = "must be a Mask of headwise.masks; wrap a bool tensor (True may attend) in masks.dense, scores in masks.bias"
 QUERY, KEY, VALUE = f"query {(B, H, L, K)}", f"key {(B, G, S, K)}", f"value {(B, G, S, V)}"
 
@@ -155,9 +159,8 @@ def test_a_head_width_of_0_is_refused() -> None:
 @pytest.mark.parametrize("name", ["attention", "explain"])
 def test_backends_that_are_refused(name: str) -> None:
     function = CALLS[name]
-    with pytest.raises(
-        ValueError, match=rf"^{name}: backend must be 'sdpa' or 'plain', or None to let headwise choose; got 'flash'"
-    ):
+    known = "'ragged' or 'sdpa' or 'plain', or None to let headwise choose"
+    with pytest.raises(ValueError, match=rf"^{name}: backend must be {known}; got 'flash'"):
         function(**good(), backend="flash")
     for given, reason in (
         ({"softcap": 2.0}, "softcap changes the scores, which the kernel keeps to itself"),
@@ -168,6 +171,10 @@ def test_backends_that_are_refused(name: str) -> None:
         )
         with pytest.raises(ValueError, match=f"^{rule}$"):
             function(**good(), **given, backend="sdpa")
+    rule = re.escape(f"{name}: backend must take this call, and ragged does not: {NO_LENGTHS}; got 'ragged' (")
+    for given in ({}, {"mask": masks.causal()}, {"mask": masks.padding([S, 2]), "softcap": 2.0}):
+        with pytest.raises(ValueError, match=f"^{rule}"):
+            function(**good(), **given, backend="ragged")
     both = "softcap changes .*; a sink adds a logit without a key; got 'sdpa'"
     with pytest.raises(ValueError, match=both):
         function(**good(), softcap=2.0, sink=torch.zeros(H), backend="sdpa")
@@ -179,36 +186,57 @@ def test_backends_that_are_refused(name: str) -> None:
 
 # --- explain ----------------------------------------------------------------------------------------------------------
 
+HOLDS_ALL, ASKED = "it holds all the weights, the other does not", "another was asked for"
+COMPUTES_ALL = "it computes what is padding or belongs to other sequences, the other does not"
 SLOW_TO_SET_UP = "many short heads in inference: a fused kernel's set-up costs more than it saves"
 
 
 def test_explain_the_usual_call() -> None:
     answer = explain(**good())
     assert answer.backend == "sdpa"
-    assert answer.refused == {"plain": ["it holds all the weights, the other does not"]}
-    assert str(answer) == "sdpa runs\nplain does not: it holds all the weights, the other does not"
+    assert answer.refused == {"ragged": [NO_LENGTHS], "plain": [HOLDS_ALL]}
+    assert str(answer) == f"sdpa runs\nragged does not: {NO_LENGTHS}\nplain does not: {HOLDS_ALL}"
 
 
 def test_explain_what_only_the_plain_one_does() -> None:
     answer = explain(**good(), softcap=1.0, sink=torch.zeros(H))
     assert answer.backend == "plain"
     assert answer.refused == {
-        "sdpa": ["softcap changes the scores, which the kernel keeps to itself", "a sink adds a logit without a key"]
+        "ragged": [NO_LENGTHS],
+        "sdpa": ["softcap changes the scores, which the kernel keeps to itself", "a sink adds a logit without a key"],
     }
     assert str(answer).splitlines()[0] == "plain runs"
 
 
 def test_explain_short_heads_in_inference() -> None:
     x = torch.randn(8, 4, 5, 32)
-    assert explain(x, x, x) == ("plain", {"sdpa": [SLOW_TO_SET_UP]})
+    assert explain(x, x, x) == ("plain", {"ragged": [NO_LENGTHS], "sdpa": [SLOW_TO_SET_UP]})
     assert explain(x.requires_grad_(), x, x).backend == "sdpa"
 
 
 def test_explain_a_choice_of_the_caller() -> None:
-    assert explain(**good(), backend="plain") == ("plain", {"sdpa": ["another was asked for"]})
-    assert explain(**good(), backend="sdpa") == ("sdpa", {"plain": ["another was asked for"]})
+    no_lengths = {"ragged": [NO_LENGTHS]}
+    assert explain(**good(), backend="plain") == ("plain", no_lengths | {"sdpa": [ASKED]})
+    assert explain(**good(), backend="sdpa") == ("sdpa", no_lengths | {"plain": [ASKED]})
     answer = explain(**good(), sink=torch.zeros(H), backend="plain")
-    assert answer == ("plain", {"sdpa": ["a sink adds a logit without a key"]})
+    assert answer == ("plain", no_lengths | {"sdpa": ["a sink adds a logit without a key"]})
+    padded = good() | {"mask": masks.padding([S, 2])}
+    assert explain(**padded, backend="ragged") == ("ragged", {"sdpa": [ASKED], "plain": [ASKED]})
+    assert explain(**padded, backend="sdpa") == ("sdpa", no_lengths | {"plain": [ASKED]})
+
+
+def test_explain_sequence_by_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a loop pays, and only where its lengths are known."""
+    padded = good() | {"mask": masks.padding([S, 2])}
+    assert explain(**padded) == ("sdpa", {"ragged": [NO_LENGTHS], "plain": [HOLDS_ALL]})
+    monkeypatch.setattr(functional, "TURN", 0)
+    answer = explain(**padded)
+    assert answer == ("ragged", {"sdpa": [COMPUTES_ALL], "plain": [HOLDS_ALL]})
+    assert str(answer) == f"ragged runs\nsdpa does not: {COMPUTES_ALL}\nplain does not: {HOLDS_ALL}"
+    assert explain(**padded | {"query": torch.randn(B, H, L, K, requires_grad=True)}).backend == "sdpa"
+    monkeypatch.setattr(functional, "TURN_GRAD", 0)
+    assert explain(**padded | {"query": torch.randn(B, H, L, K, requires_grad=True)}).backend == "ragged"
+    assert explain(**padded, softcap=1.0).backend == "plain"
 
 
 def test_explain_inside_a_transform() -> None:
@@ -220,21 +248,38 @@ def test_explain_inside_a_transform() -> None:
     ]
 
 
-@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"sink": torch.zeros(4)}, {"mask": masks.causal()}])
-@pytest.mark.parametrize("shape", [(8, 4, 5, 32), (1, 4, 5, 32), (8, 4, 65, 32)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"softcap": 2.0},
+        {"sink": torch.zeros(4)},
+        {"mask": masks.causal()},
+        {"mask": masks.padding([3])},
+        {"mask": masks.padding([3]), "sink": torch.zeros(4)},
+        {"mask": masks.padding([3]), "backend": "ragged"},
+    ],
+    ids=["plain", "softcap", "sink", "causal", "padding", "padding and sink", "ragged"],
+)
+@pytest.mark.parametrize("turn", [None, 0], ids=["as measured", "always worth it"])
+@pytest.mark.parametrize("shape", [(8, 4, 5, 32), (1, 4, 5, 32), (8, 4, 65, 32)], ids=str)
 def test_explain_tells_the_truth(
-    shape: tuple[int, ...], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, ...], turn: int | None, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The backend it names is the one that runs."""
+    """The backend it names is the one that runs, though one of them runs another inside."""
+    if turn is not None:
+        monkeypatch.setattr(functional, "TURN", turn)
     ran: list[str] = []
     for backend in backends.BACKENDS:
         original = type(backend).run
         monkeypatch.setattr(
             type(backend), "run", lambda self, request, f=original: (ran.append(self.name), f(self, request))[1]
         )
+    options = options | ({"mask": masks.padding([3] * shape[0])} if "padding" in repr(options.get("mask")) else {})
     x = torch.randn(shape)
     attention(x, x, x, **options)
-    assert ran == [explain(x, x, x, **options).backend]
+    assert ran[0] == explain(x, x, x, **options).backend
+    assert ran[1:] == (["sdpa"] * shape[0] if ran[0] == "ragged" else [])
 
 
 # --- attention_weights ------------------------------------------------------------------------------------------------
