@@ -123,10 +123,11 @@ class _Plain:
 
     def faster(self, request: Request) -> bool:
         """Whether it beats SDPA on a request that both can run."""
-        return not needs_grad(request) and self.shorter(request.query, request.key, request.value)
+        unmasked = request.mask is NOTHING_HIDDEN  # a mask is two more passes over the scores here, and none there
+        return unmasked and not needs_grad(request) and self.shorter(request.query, request.key, request.value)
 
     def shorter(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
-        """Many short heads in inference on a CPU: a fused kernel's set-up costs more than it saves."""
+        """Many short heads in inference on several threads: a fused kernel's set-up costs more than it saves."""
         if torch.compiler.is_compiling():
             return False  # before a symbolic size is compared
         B, H, L, K = query.shape
@@ -138,6 +139,7 @@ class _Plain:
             and not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
             and query.dtype == torch.float32
             and query.device.type == "cpu"
+            and torch.get_num_threads() > 1
             and eager()
         )
 

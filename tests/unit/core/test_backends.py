@@ -37,7 +37,8 @@ MANY_SHORT = (8, 4, 5, 7, 32)
     [
         (MANY_SHORT, {}, PLAIN),
         ((8, 4, 64, 64, 32), {}, PLAIN),
-        (MANY_SHORT, {"mask": masks.causal() & masks.padding([3] * 8)}, PLAIN),
+        (MANY_SHORT, {"mask": masks.causal() & masks.padding([3] * 8)}, SDPA),
+        (MANY_SHORT, {"mask": masks.causal()}, SDPA),
         ((8, 4, 65, 7, 32), {}, SDPA),
         ((8, 4, 5, 65, 32), {}, SDPA),
         ((1, 31, 5, 7, 32), {}, SDPA),
@@ -54,13 +55,19 @@ MANY_SHORT = (8, 4, 5, 7, 32)
     ],
     ids=str,
 )
-def test_choose(shape: tuple[int, ...], options: dict[str, Any], chosen: object) -> None:
+def test_choose(
+    shape: tuple[int, ...], options: dict[str, Any], chosen: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     made = request(*shape, **options)
     assert choose(made) is chosen
     with torch.no_grad():
         assert choose(request(*shape, **options)) is (
-            PLAIN if shape == MANY_SHORT and "dtype" not in options else chosen
+            PLAIN if shape == MANY_SHORT and "dtype" not in options and "mask" not in options else chosen
         )
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    if shape == MANY_SHORT and not options:
+        assert choose(made) is SDPA
 
 
 def test_choose_gives_up_the_kernel_inside_transforms_and_not_elsewhere() -> None:
