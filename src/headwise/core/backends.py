@@ -131,11 +131,12 @@ class _Plain:
         if torch.compiler.is_compiling():
             return False  # before a symbolic size is compared
         B, H, L, K = query.shape
+        S = key.shape[-2]
         return (
-            L <= _SHORT
-            and B * H >= _MANY_HEADS
-            and K >= _WIDE_HEAD
-            and key.shape[-2] <= _SHORT
+            L * S <= _FEW_PAIRS
+            and L * K <= _FEW_NUMBERS
+            and B * H * min(K, 32) ** 3 >= _MANY_HEADS
+            and B * H * L * S <= _SCORES_IN_CACHE
             and not (torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad))
             and query.dtype == torch.float32
             and query.device.type == "cpu"
@@ -274,10 +275,11 @@ RAGGED = _Ragged()
 BACKENDS: tuple[Backend, ...] = (RAGGED, SDPA, PLAIN)
 
 # Measured by benchmarks/run.py: below these SDPA wins or the two are within noise.
-_SHORT = 64
+_FEW_PAIRS = 2**10  # of a head
+_FEW_NUMBERS = 2**10  # of a head's queries
+_SCORES_IN_CACHE = 2**21
 _BLOCK = 2**20  # weights of one head held at a time while they are averaged: a few MiB, which stay in the cache
-_MANY_HEADS = 32
-_WIDE_HEAD = 32
+_MANY_HEADS = 2**22  # 128 of 32 numbers, 1024 of 16
 
 
 def needs_grad(request: Request) -> bool:

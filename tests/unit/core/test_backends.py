@@ -29,20 +29,24 @@ def request(*shape: int, dtype: torch.dtype = torch.float32, grad: bool = False,
 
 # --- choice -----------------------------------------------------------------------------------------------------------
 
-MANY_SHORT = (8, 4, 5, 7, 32)
+MANY_SHORT = (32, 4, 5, 7, 32)
 
 
 @pytest.mark.parametrize(
     ("shape", "options", "chosen"),
     [
         (MANY_SHORT, {}, PLAIN),
-        ((8, 4, 64, 64, 32), {}, PLAIN),
-        (MANY_SHORT, {"mask": masks.causal() & masks.padding([3] * 8)}, SDPA),
+        ((32, 4, 32, 32, 32), {}, PLAIN),
+        ((256, 4, 5, 7, 16), {}, PLAIN),
+        ((32, 4, 16, 64, 64), {}, PLAIN),
+        (MANY_SHORT, {"mask": masks.causal() & masks.padding([3] * 32)}, SDPA),
         (MANY_SHORT, {"mask": masks.causal()}, SDPA),
-        ((8, 4, 65, 7, 32), {}, SDPA),
-        ((8, 4, 5, 65, 32), {}, SDPA),
-        ((1, 31, 5, 7, 32), {}, SDPA),
-        ((8, 4, 5, 7, 31), {}, SDPA),
+        ((32, 4, 33, 7, 32), {}, SDPA),
+        ((32, 4, 32, 33, 32), {}, SDPA),
+        ((1, 127, 5, 7, 32), {}, SDPA),
+        ((32, 4, 5, 7, 31), {}, SDPA),
+        ((255, 4, 5, 7, 16), {}, SDPA),
+        ((2049, 1, 32, 32, 32), {}, SDPA),
         (MANY_SHORT, {"dtype": torch.float64}, SDPA),
         (MANY_SHORT, {"dtype": torch.bfloat16}, SDPA),
         (MANY_SHORT, {"grad": True}, SDPA),

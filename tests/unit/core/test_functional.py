@@ -210,7 +210,7 @@ def test_explain_what_only_the_plain_one_does() -> None:
 
 def test_explain_short_heads_in_inference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    x = torch.randn(8, 4, 5, 32)
+    x = torch.randn(32, 4, 5, 32)
     assert explain(x, x, x) == ("plain", {"ragged": [NO_LENGTHS], "sdpa": [SLOW_TO_SET_UP]})
     assert explain(x.requires_grad_(), x, x).backend == "sdpa"
 
