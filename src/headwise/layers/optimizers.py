@@ -27,7 +27,7 @@ class Followed:
 
 
 def listed(function: str, optimizer: Optimizers) -> list[torch.optim.Optimizer]:
-    """The optimizers of the argument, each once.
+    """The optimizers of the argument, each once, and those that they wrap (SAM's `base_optimizer`, Lookahead's).
 
     Raises:
         ValueError: it holds something else.
@@ -36,14 +36,25 @@ def listed(function: str, optimizer: Optimizers) -> list[torch.optim.Optimizer]:
     if optimizer is None:
         return []
     if isinstance(optimizer, torch.optim.Optimizer):
-        return [optimizer]
+        return _with_wrapped([optimizer])
     if isinstance(optimizer, (str, dict)) or not isinstance(optimizer, Iterable):
         raise invalid(function, "optimizer", rule, type(optimizer).__name__)
     found = list(optimizer)
     for one in found:
         if not isinstance(one, torch.optim.Optimizer):
             raise invalid(function, "optimizer", rule, f"{type(one).__name__} among them")
-    return list({id(one): one for one in found}.values())
+    return _with_wrapped(found)
+
+
+def _with_wrapped(optimizers: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    found: dict[int, torch.optim.Optimizer] = {}
+    waiting = list(reversed(optimizers))
+    while waiting:
+        one = waiting.pop()
+        if id(one) not in found:
+            found[id(one)] = one
+            waiting.extend(value for value in vars(one).values() if isinstance(value, torch.optim.Optimizer))
+    return list(found.values())
 
 
 def plan_optimizers(function: str, optimizers: list[torch.optim.Optimizer], exchanges: Exchanges) -> Followed:
@@ -62,7 +73,8 @@ def plan_optimizers(function: str, optimizers: list[torch.optim.Optimizer], exch
             plan.commit()
 
     orphans = sum(id(old) not in held for old in trainable)
-    return Followed(commit, sum(len(plan.replaced) for plan in plans), orphans)
+    entries: set[tuple[int, int]] = set().union(*(plan.entries for plan in plans))
+    return Followed(commit, len(entries), orphans)
 
 
 class _Plan:
@@ -72,6 +84,7 @@ class _Plan:
         self.function, self.optimizer = function, optimizer
         self.kind = type(optimizer).__name__
         self.replaced: list[nn.Parameter] = []
+        self.entries: set[tuple[int, int]] = set()  # list and Parameter; a wrapper may share the lists
         self.groups: list[tuple[dict[str, Any], list[Any], list[str] | None]] = []
         self.states: list[tuple[nn.Parameter, dict[str, Any]]] = []
         by_old = {id(old): exchange for exchange in exchanges for old in exchange.old}
@@ -113,6 +126,7 @@ class _Plan:
                 new_names.append(name)
                 continue
             self.replaced.append(parameter)
+            self.entries.add((id(held), id(parameter)))
             if id(exchange) not in placed:
                 placed.add(id(exchange))
                 if missing := [old for old in exchange.old if id(old) not in ids]:

@@ -382,3 +382,41 @@ def test_training_without_it_would_train_dead_parameters(caplog):
     before = model.layer.self_attn.q_proj.weight.detach().clone()
     losses(model, optimizer, 2)
     assert torch.equal(model.layer.self_attn.q_proj.weight, before)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """As SAM and Lookahead work: another optimizer inside, on the same groups."""
+
+    def __init__(self, params, base, **options):
+        super().__init__(params, {"rho": 0.05, **options})
+        self.base_optimizer = base(self.param_groups, **options)
+        self.param_groups = self.base_optimizer.param_groups
+
+    def step(self, closure=None):
+        return self.base_optimizer.step(closure)
+
+
+def test_an_optimizer_inside_another_follows(caplog):
+    theirs = nn.MultiheadAttention(D, H)
+    ours = copy.deepcopy(theirs)
+    x = torch.randn(5, 3, D)
+    optimizers = [Wrapper(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9) for model in (theirs, ours)]
+
+    def step(model, optimizer):
+        optimizer.zero_grad()
+        model(x, x, x)[0].square().sum().backward()
+        optimizer.step()
+
+    for model, optimizer in zip((theirs, ours), optimizers, strict=True):
+        step(model, optimizer)
+    packed = ours.in_proj_weight
+    with caplog.at_level("INFO", "headwise"):
+        upgrade(ours, optimizers[1])
+    assert "2 optimizer entries rewritten" in caplog.text
+    inner = optimizers[1].base_optimizer
+    assert packed not in inner.state
+    assert set(inner.state) == set(ours.parameters())
+    for model, optimizer in zip((theirs, ours), optimizers, strict=True):
+        step(model, optimizer)
+    for name, value in theirs.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], value, rtol=1e-5, atol=1e-6)
