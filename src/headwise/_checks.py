@@ -34,7 +34,9 @@ def invalid(function: str, argument: str, rule: str, got: object, **tensors: Ten
 
 def kind_of(value: object) -> str:
     """What came where a tensor belongs: dtype and shape, or the type of something else."""
-    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    if isinstance(value, Tensor) and not value.is_nested:
+        return f"{value.dtype} {tuple(value.shape)}"
+    return "a nested tensor" if isinstance(value, Tensor) else type(value).__name__
 
 
 def positive(function: str, argument: str, value: object) -> int:

@@ -866,7 +866,7 @@ def test_59_other_shapes_in_a_layer():
     x = batch()
     row = torch.tensor([[False, False, True, False, True]])
     wrong = [
-        (x[None], {}, "must be all 3-D, or all 2-D"),
+        (x[None], {}, "src must be a tensor, 3-D, or 2-D"),
         (x, {"src_mask": row}, r"attn_mask must .*\(1, 5\)"),
         (x[0], {"src_key_padding_mask": row}, r"key_padding_mask must .*\(1, 5\)"),
     ]

@@ -1460,3 +1460,29 @@ def test_vmap_over_an_ensemble(kind, training):
         wanted = torch.autograd.grad(want.pow(2).sum(), list(member.parameters()))
         for (name, _), one in zip(member.named_parameters(), wanted, strict=True):
             same(grads[name][number], one, TOL, name)
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, [1.0], "x", torch.zeros(()), torch.zeros(3), torch.zeros(1, 2, 3, 4)], ids=repr
+)
+@kinds
+def test_what_is_no_sequence_is_named(kind, wrong):
+    ours = build(headwise, kind, batch_first=True)
+    word = "tgt" if "Decoder" in kind else "src"
+    inputs = (wrong,) if "Encoder" in kind else (wrong, draw(B, S, D))
+    with pytest.raises(
+        ValueError, match=rf"^Transformer\w*: {word} must be a tensor, 3-D, or 2-D for one sample; got "
+    ):
+        ours(*inputs)
+
+
+@pytest.mark.parametrize("word", ["src_key_padding_mask", "query_padding_mask"])
+@pytest.mark.parametrize("kind", [ENCODER_LAYER, ENCODER])
+def test_padding_on_another_device_is_named(kind, word):
+    ours = build(headwise, kind, batch_first=True)
+    elsewhere = torch.zeros(B, L, dtype=torch.bool, device="meta")
+    with pytest.raises(ValueError, match=r"padding_mask must be on the (input|query)'s device cpu; got meta"):
+        ours(draw(B, L, D), **{word: elsewhere})
+    here = torch.zeros(B, L, dtype=torch.bool)
+    with pytest.raises(ValueError, match="padding_mask must be on"):
+        ours(draw(B, L, D), src_key_padding_mask=elsewhere, query_padding_mask=here)

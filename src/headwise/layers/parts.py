@@ -20,6 +20,7 @@ class EncoderParts(FeedForward):
 
     self_attn: nn.Module
     norm_first: bool
+    _input_word = "x"  # what forward calls it
 
     def _build(
         self,
@@ -51,6 +52,7 @@ class EncoderParts(FeedForward):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """The block. `rows` is the query padding mask, `words` are those of the attention that say something."""
         name, batch_first = type(self).__name__, is_batch_first(self.self_attn)
+        check_input(name, self._input_word, x)
         packing = None
         if rows is not None:
             check_rows(name, "query_padding_mask", rows, x, batch_first)
@@ -81,6 +83,7 @@ class DecoderParts(FeedForward):
     self_attn: nn.Module
     multihead_attn: nn.Module
     norm_first: bool
+    _input_word = "x"  # what forward calls it
 
     def _build(
         self,
@@ -122,6 +125,7 @@ class DecoderParts(FeedForward):
     ) -> Tensor | tuple[Tensor, tuple[Tensor, Tensor]]:
         """The block. `rows` is the query padding mask; the words are those of each attention that say something."""
         name, batch_first = type(self).__name__, is_batch_first(self.self_attn)
+        check_input(name, self._input_word, x)
         if rows is not None:
             check_rows(name, "query_padding_mask", rows, x, batch_first)
             x = silence(x, rows, words.get("key_padding_mask"), batch_first)
@@ -247,6 +251,16 @@ def check_attention(
             raise invalid(name, f"{argument}.{attribute}", f"be {wanted}", got)
 
 
+def check_input(name: str, argument: str, x: object) -> None:
+    """Hold that it is a tensor of one sample or of a batch.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not isinstance(x, Tensor) or x.dim() not in (2, 3):
+        raise invalid(name, argument, "be a tensor, 3-D, or 2-D for one sample", kind_of(x))
+
+
 def check_rows(name: str, argument: str, rows: Tensor, x: Tensor, batch_first: bool) -> None:
     """Hold that a padding mask of queries is bool and fits x: (B, L), or (L,) unbatched.
 
@@ -267,18 +281,20 @@ def _zero_weights(weights: Tensor, rows: Tensor) -> Tensor:
 
 
 def check_padding(function: str, argument: str, mask: object, shape: torch.Size, x: Tensor) -> None:
-    """Hold that a padding mask is bool and of this shape.
+    """Hold that a padding mask is bool, of this shape, and where x is.
 
     Raises:
         ValueError: it is not.
     """
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.shape != shape:
+    if not isinstance(mask, Tensor) or mask.is_nested or mask.dtype != torch.bool or mask.shape != shape:
         raise invalid(function, argument, f"be bool {tuple(shape)}, True = padding", kind_of(mask), x=x)
+    if mask.device != x.device:
+        raise invalid(function, argument, f"be on the input's device {x.device}", mask.device, x=x)
 
 
 def silence(x: Tensor, rows: Tensor, key_padding_mask: object, batch_first: bool) -> Tensor:
     """x with 0 where a position is padding as query and as key: no result depends on what it holds there."""
-    if not isinstance(key_padding_mask, Tensor):
+    if not isinstance(key_padding_mask, Tensor) or key_padding_mask.device != rows.device:
         return x  # nothing, or attention names it
     hidden = key_padding_mask if key_padding_mask.dtype == torch.bool else key_padding_mask == float("-inf")
     return zero_rows(x, rows & hidden, batch_first) if hidden.shape == rows.shape else x  # attention names the shape

@@ -33,6 +33,7 @@ from headwise.layers.feedforward import Activation, Norm, check_dropout, make_no
 from headwise.layers.parts import (
     DecoderParts,
     EncoderParts,
+    check_input,
     check_rows,
     future,
     given,
@@ -91,6 +92,7 @@ class TransformerEncoderLayer(EncoderParts):
     """
 
     _width_word = "dim_feedforward"
+    _input_word = "src"
 
     def __init__(
         self,
@@ -195,6 +197,7 @@ class TransformerDecoderLayer(DecoderParts):
     """
 
     _width_word = "dim_feedforward"
+    _input_word = "tgt"
 
     def __init__(
         self,
@@ -353,6 +356,7 @@ class TransformerEncoder(nn.Module):
         Raises:
             ValueError: as the layers; need_weights with a layer that is not ours.
         """
+        check_input("TransformerEncoder", "src", src)
         x, batch_first, rows = src, _layout_of(self.layers[0]), query_padding_mask
         if (
             rows is None
@@ -455,6 +459,7 @@ class TransformerDecoder(nn.Module):
             ValueError: as the layers; need_weights with a layer that is not ours.
         """
         extras = given(need_weights=need_weights or None, average_attn_weights=average_attn_weights)
+        check_input("TransformerDecoder", "tgt", tgt)
         x, batch_first = tgt, _layout_of(self.layers[0])
         words: dict[str, Any] = {
             "tgt_mask": tgt_mask,
@@ -755,6 +760,8 @@ def _written_out(
 
 
 def _check_both(model: Transformer, src: Tensor, tgt: Tensor) -> None:
+    for word, x in (("src", src), ("tgt", tgt)):
+        check_input("Transformer", word, x)
     batch = 0 if model.batch_first else 1
     if src.dim() != tgt.dim() or (src.dim() == 3 and src.shape[batch] != tgt.shape[batch]):
         raise invalid("Transformer", "src and tgt", "have the same batch size", (tuple(src.shape), tuple(tgt.shape)))
