@@ -14,10 +14,11 @@ _CHILDREN = ("q_proj", "k_proj", "v_proj")
 def fill(module, seed=1):
     """Random parameters everywhere, biases too: zeros would hide a bias that is left out."""
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in sorted(module.state_dict(keep_vars=True).items()):
-            spread = 0.5 if name.endswith("weight") else 1.0
-            parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread)
+    state = module.state_dict()
+    for name, value in sorted(state.items()):
+        spread = 0.5 if name.endswith("weight") else 1.0
+        value.copy_(torch.randn(value.shape, generator=generator) * spread)
+    module.load_state_dict(state)  # with projections split the values are copies
     return module
 
 

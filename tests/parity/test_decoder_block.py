@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from tests.parity.pair import causal_mask, fill, same
@@ -94,16 +92,8 @@ OBJECTS = {
 }
 
 
-def refill(module, seed=1):
-    """`fill` through the state dict, whose values are copies while projections are split."""
-    state = module.state_dict()
-    fill(SimpleNamespace(state_dict=lambda keep_vars: state), seed)
-    module.load_state_dict(state)
-    return module
-
-
 def block_of(dropout=0.0, heads=H, **options):
-    return refill(DecoderBlock(D, heads, dropout, **({"feedforward_dim": M, "dtype": F64} | options)))
+    return fill(DecoderBlock(D, heads, dropout, **({"feedforward_dim": M, "dtype": F64} | options)))
 
 
 def torchs_attention(dropout=0.0, **options):
@@ -211,7 +201,7 @@ def test_state_dict_and_first_values(norm_first, bias):
     for name, value in theirs.state_dict().items():
         assert torch.equal(ours.state_dict()[name], value), name
     assert [name for name, _ in ours.named_children()] == [name for name, _ in theirs.named_children()]
-    theirs.load_state_dict(refill(ours, seed=9).state_dict())
+    theirs.load_state_dict(fill(ours, seed=9).state_dict())
     same(ours(X, MEMORY), theirs(X, MEMORY), TOL)
 
 
@@ -318,7 +308,7 @@ def test_padding_rows_are_zero(norm_first, training, pattern, stack):
     rows = PATTERNS[pattern]
     module = block_of(norm_first=norm_first)
     if stack:
-        module = refill(Decoder([module, block_of(norm_first=norm_first)], nn.LayerNorm(D, dtype=F64)))
+        module = fill(Decoder([module, block_of(norm_first=norm_first)], nn.LayerNorm(D, dtype=F64)))
     module.train(training)
     words = {"key_padding_mask": rows, "query_padding_mask": rows, "memory_key_padding_mask": MEMORY_PADDING}
     want = everything(module, X, MEMORY, words)
@@ -415,7 +405,7 @@ class Mean(nn.Module):
 def test_any_attention(norm_first):
     """Called with the words that were given and no others."""
     own, cross = Mean(), Mean()
-    block = refill(
+    block = fill(
         DecoderBlock(D, feedforward_dim=M, norm_first=norm_first, attention=own, cross_attention=cross, dtype=F64)
     )
     out, weights = block(X, MEMORY, need_weights=True)

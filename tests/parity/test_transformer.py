@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -84,16 +83,8 @@ def couple(kind, fused_qkv=False, **options):
     return theirs, ours
 
 
-def refill(module, seed=1):
-    """`fill` through the state dict, whose values are copies while projections are split."""
-    state = module.state_dict()
-    fill(SimpleNamespace(state_dict=lambda keep_vars: state), seed)
-    module.load_state_dict(state)
-    return module
-
-
 def ours_alone(kind, seed=1, **options):
-    return refill(build(headwise, kind, **({"batch_first": True} | options)), seed)
+    return fill(build(headwise, kind, **({"batch_first": True} | options)), seed)
 
 
 def draw(*shape, seed=3):
@@ -267,7 +258,7 @@ def test_checkpoints_strictly_both_ways(kind):
     for options, fused_qkv in itertools.product(({}, {"bias": False}), (True, False)):
         theirs, ours = couple(kind, fused_qkv, **options)
         identical(ours.state_dict(), theirs.state_dict())
-        assert list(theirs.load_state_dict(refill(ours, seed=4).state_dict())) == [[], []]
+        assert list(theirs.load_state_dict(fill(ours, seed=4).state_dict())) == [[], []]
         identical(ours.state_dict(), theirs.state_dict())
         same(ours(*inputs_of(kind, False)), theirs(*inputs_of(kind, False)), TOL)
         state = dict(theirs.state_dict())

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import pickle
 from functools import lru_cache
-from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -42,14 +41,6 @@ pytestmark = pytest.mark.filterwarnings(
 
 # Of the samples of each test every so manieth: odd, so that all combinations of the options (cycles of 2) occur.
 STEP = {torch.float32: 7, torch.float64: 11, torch.bfloat16: 13, torch.float16: 13}
-
-
-def refill(module, seed=1):
-    """`fill` through the state dict, whose values are copies while projections are split."""
-    state = module.state_dict()
-    fill(SimpleNamespace(state_dict=lambda keep_vars: state), seed)
-    module.load_state_dict(state)
-    return module
 
 
 BUILT = {}
@@ -267,7 +258,7 @@ def test_pickle_and_copy(kind, copied, training, fused_qkv):
         assert type(twice) is type(module)
         assert repr(twice) == repr(module)
         assert list(twice.state_dict()) == list(module.state_dict())
-        refill(twice, seed=9)
+        fill(twice, seed=9)
         assert torch.equal(module(*sample.inputs, **sample.masks), before), sample.name
         assert not torch.equal(twice(*sample.inputs, **sample.masks), before), sample.name
 
@@ -281,7 +272,7 @@ def test_through_a_file(kind, fused_qkv, tmp_path):
         want = module(*sample.inputs, **sample.masks)
         torch.save(module.state_dict(), tmp_path / "state.pt")
         torch.save(module, tmp_path / "module.pt")
-        fresh = refill(sample.ours(fused_qkv=fused_qkv), seed=9)
+        fresh = fill(sample.ours(fused_qkv=fused_qkv), seed=9)
         fresh.load_state_dict(torch.load(tmp_path / "state.pt"))
         for again in (fresh, torch.load(tmp_path / "module.pt", weights_only=False)):
             assert torch.equal(again(*sample.inputs, **sample.masks), want), sample.name

@@ -650,8 +650,8 @@ WRONG_X = {
     "bfloat16": (lambda: data(dtype=torch.bfloat16), "must have the parameters' dtype, torch.float64"),
     "integers": (lambda: torch.ones(B, L, D, dtype=torch.int64), "must have the parameters' dtype, torch.float64"),
     "device": (lambda: data().to("meta"), "must have the parameters' device, cpu"),
-    "rank 4": (lambda: data()[None], "must be all 3-D, or all 2-D for one sample"),
-    "rank 1": (lambda: data(D), "must be all 3-D, or all 2-D for one sample"),
+    "rank 4": (lambda: data()[None], "x must be a tensor, 3-D, or 2-D for one sample"),
+    "rank 1": (lambda: data(D), "x must be a tensor, 3-D, or 2-D for one sample"),
 }
 
 
