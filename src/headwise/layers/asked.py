@@ -23,8 +23,9 @@ _BESIDE = frozenset(("extra_repr", "load_state_dict", "state_dict", "_load_from_
 def who_asks(parents: list[nn.Module], kinds: tuple[type[nn.Module], ...]) -> str | None:
     """The first method around a layer that asks for one of its classes, as "GPSConv.forward"; None: none.
 
-    Methods that make first values, print or load are passed over. It sees a class by its name, by another name that
-    the method's module gives it, inside a tuple there, and in a function of that module that the method calls.
+    Methods that make first values, print or load are passed over, and those that ask for ours too. It sees a class by
+    its name, by another name that the method's module gives it, inside a tuple there, and in a function of that module
+    that the method calls.
     """
     for parent in parents:
         for owner in type(parent).__mro__:
@@ -58,6 +59,8 @@ def _asks(function: FunctionType, kinds: tuple[type[nn.Module], ...], *, further
     codes = list(_codes(function.__code__))
     names = {name for code in codes for name in code.co_names}
     known = function.__globals__
+    if any(_is_ours(name, known.get(name)) for name in names):
+        return False  # it asks for ours too
     if any(_is_asked_for(name, known.get(name), kinds) for name in names) and (
         names & _ASKS or any(step.opname == "MATCH_CLASS" for code in codes for step in dis.get_instructions(code))
     ):
@@ -68,6 +71,10 @@ def _asks(function: FunctionType, kinds: tuple[type[nn.Module], ...], *, further
         for other in called
         if isinstance(other, FunctionType) and other.__module__ == function.__module__
     )
+
+
+def _is_ours(name: str, value: object) -> bool:
+    return name == "headwise" or str(getattr(value, "__module__", "")).partition(".")[0] == "headwise"
 
 
 def _is_asked_for(name: str, value: object, kinds: tuple[type[nn.Module], ...]) -> bool:

@@ -49,8 +49,9 @@ class EncoderBlock(EncoderParts):
     `dropout`, `dropout1`, `dropout2`, and `linear3` with SwiGLU. All of them are called, in train and in eval.
 
     Unlike torch's layer: batch first, pre-norm and GELU by default; `dropout` is the third argument and 0 by default,
-    the inner width is `feedforward_dim`. A checkpoint of a stock layer wants `activation="relu", norm_first=False` and
-    its `feedforward_dim`. NaN in padding stays there, and eval runs the same code as training.
+    the inner width is `feedforward_dim`; in a call the padding mask comes before the attention mask. A checkpoint of a
+    stock layer wants `activation="relu", norm_first=False` and its `feedforward_dim`. NaN in padding stays there, and
+    eval runs the same code as training.
 
     Cost: 8*B*L*D^2 + 4*B*L^2*D + 4*B*L*D*M FLOPs forward, 6*B*L*D*M in place of the last with SwiGLU.
     Source: arXiv 1706.03762 section 3.1; norm_first: arXiv 2002.04745.
@@ -304,9 +305,7 @@ class Encoder(nn.Module):
 
     def __init__(self, layers: Iterable[nn.Module], norm: nn.Module | None = None) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(layers)
-        if not self.layers:
-            raise invalid("Encoder", "layers", "hold at least one block", "none")
+        self.layers = _blocks("Encoder", layers)
         self.norm = norm
 
     def forward(
@@ -382,9 +381,7 @@ class Decoder(nn.Module):
 
     def __init__(self, layers: Iterable[nn.Module], norm: nn.Module | None = None) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(layers)
-        if not self.layers:
-            raise invalid("Decoder", "layers", "hold at least one block", "none")
+        self.layers = _blocks("Decoder", layers)
         self.norm = norm
 
     def forward(
@@ -448,6 +445,16 @@ class Decoder(nn.Module):
             if query_padding_mask is not None:
                 x = x.masked_fill(query_padding_mask[..., None], 0.0)
         return (x, weights) if need_weights else x
+
+
+def _blocks(name: str, layers: Iterable[nn.Module]) -> nn.ModuleList:
+    """The blocks of a stack."""
+    if isinstance(layers, nn.Module) and not isinstance(layers, (nn.ModuleList, nn.Sequential)):
+        raise invalid(name, "layers", "hold blocks, [block] for one", type(layers).__name__)
+    held = nn.ModuleList(layers)
+    if not held:
+        raise invalid(name, "layers", "hold at least one block", "none")
+    return held
 
 
 def _given_or_ours(

@@ -39,8 +39,10 @@ class FeedForward(nn.Module):
             The activation, which torch's layers register last.
         """
         name = type(self).__name__
-        if activation not in _ACTIVATIONS if isinstance(activation, str) else not callable(activation):
-            raise invalid(name, "activation", f"be one of {list(_ACTIVATIONS)} or a callable", repr(activation))
+        fits = activation in _ACTIVATIONS if isinstance(activation, str) else callable(activation)
+        if not fits or isinstance(activation, type):
+            rule = f"be one of {list(_ACTIVATIONS)}, a function or a module (nn.SiLU(), not nn.SiLU)"
+            raise invalid(name, "activation", rule, repr(activation))
         gated = activation == "swiglu"
         if feedforward_dim is None:
             feedforward_dim = 8 * embed_dim // 3 if gated else 4 * embed_dim  # as many weights in both forms

@@ -57,6 +57,13 @@ def _with_wrapped(optimizers: list[torch.optim.Optimizer]) -> list[torch.optim.O
     return list(found.values())
 
 
+def holds_any(optimizers: list[torch.optim.Optimizer], model: nn.Module) -> bool:
+    """Whether some group of one of them holds a Parameter of the model."""
+    own = {id(parameter) for parameter in model.parameters()}
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return any(id(parameter) in own for group in groups for parameter in group["params"])
+
+
 def plan_optimizers(function: str, optimizers: list[torch.optim.Optimizer], exchanges: Exchanges) -> Followed:
     """Compute each group and each state as it will be, and change nothing.
 

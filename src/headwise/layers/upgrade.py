@@ -20,7 +20,7 @@ from headwise.core.multihead import MultiheadAttention
 from headwise.layers import become
 from headwise.layers.asked import who_asks
 from headwise.layers.exchange import WHOLE_CURE, Exchanges, described
-from headwise.layers.optimizers import Followed, Optimizers, listed, plan_optimizers
+from headwise.layers.optimizers import Followed, Optimizers, holds_any, listed, plan_optimizers
 
 __all__ = ["downgrade", "upgrade"]
 
@@ -143,13 +143,15 @@ class _Plan:
     def __init__(self, function: str, model: nn.Module, where: Where, targets: Mapping[Any, Any]) -> None:
         if not isinstance(model, nn.Module):
             raise invalid(function, "model", "be an nn.Module", type(model).__name__)
+        if where is not None and not callable(where):
+            raise invalid(function, "where", "be called as where(name, module)", repr(where))
         self.function, self.model = function, model
         self.exchanges = Exchanges(function)
         self.commits: list[become.Commit] = []
         search = _search(model, where, targets)
         self.found, self.left = search.found, search.left
         if not self.found:
-            raise invalid(function, "model", _wanted(targets), _instead(search, targets))
+            raise invalid(function, "model", _wanted(targets), _instead(function, search, targets))
 
     def carry_out(self, optimizer: Optimizers) -> nn.Module:
         """Check what concerns the model as a whole, then change everything."""
@@ -158,6 +160,10 @@ class _Plan:
         _check_wrappers(self.function, modules, self.exchanges)
         self.exchanges.check_other_uses(modules)
         followed = plan_optimizers(self.function, optimizers, self.exchanges)
+        if optimizers and not holds_any(optimizers, self.model):
+            kinds = ", ".join(type(one).__name__ for one in optimizers)
+            rule = "hold parameters of this model; pass the one that trains it, or none and build it afterwards"
+            raise invalid(self.function, "optimizer", rule, f"{kinds} with none of them")
         if self.left:  # before the first change: a warning may be an error
             which = ", ".join(self.left)
             warnings.warn(f"{self.function}: left as they are: {which}; {_cure(self.function)}", stacklevel=3)
@@ -179,7 +185,8 @@ class _Plan:
                 "build them after this"
             )
         elif dead:
-            said.append(f"{counted(followed.orphans, 'trainable parameter')} of these in none of the optimizers")
+            which = counted(followed.orphans, "trainable parameter")
+            said.append(f"{which} of those that were replaced in none of the optimizers given")
         _LOG.log(logging.WARNING if dead else logging.INFO, "%s: %s", self.function, "; ".join(said))
 
 
@@ -223,17 +230,20 @@ def _wanted(targets: Mapping[Any, Any]) -> str:
     return f"hold a layer of {home} ({', '.join(target.__name__ for target in targets)})"
 
 
-def _instead(search: _Search, targets: Mapping[Any, Any]) -> str:
+def _instead(function: str, search: _Search, targets: Mapping[Any, Any]) -> str:
     said = []
     if search.unselected:
         said.append(f"{counted(search.unselected, 'layer')} of which where selected none")
     if search.left:
-        said.append(f"only what has to stay: {', '.join(search.left)}")
+        said.append(f"only what has to stay: {', '.join(search.left)}; {_cure(function)}")
     if search.scripted:
         said.append(f"TorchScript, which cannot be changed: {', '.join(search.scripted)}; do it before scripting")
     if search.done:
         home = next(iter(targets.values())).__module__.partition(".")[0]
-        said.append(f"{counted(search.done, 'layer')} of {home} already")
+        said.append(
+            f"{counted(search.done, 'layer')} of {home} already, so there is nothing to do (the attention's own "
+            "split_projections() and fuse_projections() change its layout)"
+        )
     return "; ".join(said) or "none"
 
 

@@ -141,3 +141,14 @@ def test_what_is_no_question(kind):
 def test_each_class_has_its_own_questions():
     assert who_asks([ByName()], (nn.TransformerEncoderLayer,)) is None
     assert who_asks([ByTuple()], (nn.Linear,)) == "ByTuple.forward"
+
+
+class ForBoth(nn.Module):
+    def forward(self, x):
+        import headwise
+
+        return isinstance(self.attn, (nn.MultiheadAttention, headwise.MultiheadAttention))
+
+
+def test_who_asks_for_ours_too_is_no_obstacle():
+    assert who_asks([ForBoth()], (nn.MultiheadAttention,)) is None

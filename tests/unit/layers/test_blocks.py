@@ -504,17 +504,23 @@ NORM_RULE = (
 )
 
 
+ACTIVATION = (
+    "EncoderBlock: activation must be one of ['gelu', 'relu', 'swiglu'], a function or a module (nn.SiLU(), not "
+    "nn.SiLU); got "
+)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"num_heads": None}, "EncoderBlock: num_heads must be given, or attention; got None"),
         (
             {"activation": "silu"},
-            "EncoderBlock: activation must be one of ['gelu', 'relu', 'swiglu'] or a callable; got 'silu'",
+            ACTIVATION + "'silu'",
         ),
         (
             {"activation": None},
-            "EncoderBlock: activation must be one of ['gelu', 'relu', 'swiglu'] or a callable; got None",
+            ACTIVATION + "None",
         ),
         ({"feedforward_dim": 0}, "EncoderBlock: feedforward_dim must be an int of at least 1; got 0"),
         ({"feedforward_dim": True}, "EncoderBlock: feedforward_dim must be an int of at least 1; got True"),

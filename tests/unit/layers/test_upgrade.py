@@ -608,7 +608,7 @@ def test_one_line_in_the_log(caplog):
     (level, text), = lines(caplog)  # fmt: skip
     assert level == logging.WARNING
     assert "1 optimizer entry rewritten" in text
-    assert "3 trainable parameters of these in none of the optimizers" in text
+    assert "3 trainable parameters of those that were replaced in none of the optimizers given" in text
 
 
 # --- other tools ---

@@ -214,7 +214,7 @@ def test_several_optimizers_shared_and_absent_parameters(caplog):
     assert both[1].param_groups[0]["params"][3] is model.head.weight
     text = caplog.messages[-1]
     assert "3 optimizer entries rewritten" in text
-    assert "1 trainable parameter of these in none" in text  # the bias of cross
+    assert "1 trainable parameter of those that were replaced in none" in text  # the bias of cross
     downgrade(model, both)
     assert [len(o.param_groups[0]["params"]) for o in both] == [2, 2]
 

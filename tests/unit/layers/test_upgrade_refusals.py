@@ -342,3 +342,16 @@ def test_downgrade_keeps_torch_off_its_fast_path_where_that_passes_modules_by():
     downgrade(layer)
     with torch.no_grad():
         torch.testing.assert_close(layer(x), wanted)
+
+
+@pytest.mark.parametrize("where", ["encoder", ["encoder"], 3], ids=repr)
+def test_where_that_cannot_be_called_is_named(where):
+    refused(upgrade, nn.MultiheadAttention(D, H), r"where must be called as where\(name, module\); got", where=where)
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    other = torch.optim.SGD(nn.Linear(2, 3).parameters(), 0.1)
+    model = nn.MultiheadAttention(D, H)
+    with pytest.raises(ValueError, match="optimizer must hold parameters of this model.*got SGD with none of them"):
+        upgrade(model, other)
+    assert type(model) is nn.MultiheadAttention
