@@ -26,7 +26,7 @@ LAYERS = {  # which layer -> masks it is measured under
     "decoder layer": ("none", "causal", "padding", "causal, padding"),
     "six-layer encoder": ("none", "padding"),
 }
-FEEDFORWARD = 2048
+SHORT_LAYER = (8, 16, 64, 4)  # where the calls around the products are what takes time
 
 
 @dataclass
@@ -89,13 +89,13 @@ def large(mode: str, kind: str, *, fused: bool) -> Case:
     )
 
 
-def layer(mode: str, which: str, kind: str) -> Case:
-    """torch's layers, and the same ones after `headwise.upgrade`: B=8, L=512, D=512, H=8, M=2048, padding 64 to 512.
+def layer(mode: str, which: str, kind: str, shape: tuple[int, int, int, int] = LARGE, *, fused: bool = False) -> Case:
+    """torch's layers, and the same ones after `headwise.upgrade`; M = 4*D, padding from an eighth of the length on.
 
     In train a forward and backward pass from real positions, without dropout, which draws other numbers on each side.
     """
-    B, L, D, H = LARGE
-    sizes = {"d_model": D, "nhead": H, "dim_feedforward": FEEDFORWARD, "dropout": 0.0, "batch_first": True}
+    B, L, D, H = shape
+    sizes = {"d_model": D, "nhead": H, "dim_feedforward": 4 * D, "dropout": 0.0, "batch_first": True}
     layers = 1
     if which == "decoder layer":
         theirs: nn.Module = nn.TransformerDecoderLayer(**sizes)
@@ -104,7 +104,7 @@ def layer(mode: str, which: str, kind: str) -> Case:
     if which == "six-layer encoder":
         layers = 6
         theirs = nn.TransformerEncoder(theirs, layers)
-    ours = headwise.upgrade(copy.deepcopy(theirs))
+    ours = headwise.upgrade(copy.deepcopy(theirs), fused_qkv=fused)
     padding = torch.arange(L) >= lengths(B, L)[:, None] if "padding" in kind else None
     future = nn.Transformer.generate_square_subsequent_mask(L) if "causal" in kind else None
     if which == "decoder layer":
@@ -116,7 +116,7 @@ def layer(mode: str, which: str, kind: str) -> Case:
         words = {"src_key_padding_mask": padding, "is_causal": future is not None}
         words |= {"mask" if layers > 1 else "src_mask": future}
     attentions = 2 if which == "decoder layer" else 1
-    flops = layers * (attentions * attention_flops(B, L, D) + 4.0 * B * L * D * FEEDFORWARD)
+    flops = layers * (attentions * attention_flops(B, L, D) + 16.0 * B * L * D * D)
     name = f"{mode} {kind}"
     for model in (ours, theirs):
         model.train(mode == "train")

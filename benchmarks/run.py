@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import headwise
-from benchmarks.cases import FEEDFORWARD, LARGE, LAYERS, MASKS, SHORT, Call, Case, classifier, large, layer, short
+from benchmarks.cases import LARGE, LAYERS, MASKS, SHORT, SHORT_LAYER, Call, Case, classifier, large, layer, short
 
 # What the project promises of each group: every row's ratio, and the geometric mean of short calls.
 NEVER_BELOW = 0.97
@@ -123,6 +123,10 @@ def layer_rows(peak: float, rounds: int) -> Iterator[tuple[str, Row]]:
                 case.floor = LAYER_FLOORS.get((which, case.name), NEVER_BELOW)
                 turns = max(3, rounds // 3) if which == "six-layer encoder" else rounds
                 yield which, measure(case, rounds=turns, repeats=1, peak=peak)
+    for mode in ("eval", "train"):
+        for kind in LAYERS["encoder layer"]:
+            case = layer(mode, "encoder layer", kind, SHORT_LAYER, fused=True)  # no floor: torch's is one fused call
+            yield f"short encoder layer {SHORT_LAYER}, fused", measure(case, rounds=3 * rounds, repeats=5, peak=peak)
 
 
 def short_rows(peak: float, rounds: int) -> Iterator[tuple[str, str, list[Row]]]:
@@ -189,7 +193,7 @@ def report(rounds: int, only: str | None) -> tuple[str, list[str]]:
     if only in (None, "layers"):
         lines += [
             "",
-            f"## torch's layers beside the same after `headwise.upgrade`, M={FEEDFORWARD}, padding {L // 8} to {L}",
+            f"## torch's layers beside the same after `headwise.upgrade`, M={4 * D}, padding {L // 8} to {L}",
             "",
             "Train is a forward and a backward pass from real positions, without dropout.",
             "",

@@ -162,7 +162,7 @@ class _Plain:
 
     def run_with_average(self, request: Request) -> tuple[Tensor, Tensor]:
         """Output, and the weights averaged over heads (B, L, S), a block of one head at a time if nothing keeps it."""
-        if request.drop is not None or needs_grad(request) or not eager():
+        if request.drop is not None or needs_grad(request) or not eager() or _are_few(request):
             out, weight = self.run_with_weights(request)
             return out, weight.mean(dim=1)
         request = request._replace(mask=Lowered(keep=request.mask.whole_keep(request.size), bias=request.mask.bias))
@@ -278,8 +278,14 @@ BACKENDS: tuple[Backend, ...] = (RAGGED, SDPA, PLAIN)
 _FEW_PAIRS = 2**10  # of a head
 _FEW_NUMBERS = 2**10  # of a head's queries
 _SCORES_IN_CACHE = 2**21
+_FEW_WEIGHTS = 2**18  # of all heads: a loop over heads takes longer than their memory is worth
 _BLOCK = 2**20  # weights of one head held at a time while they are averaged: a few MiB, which stay in the cache
 _MANY_HEADS = 2**22  # 128 of 32 numbers, 1024 of 16
+
+
+def _are_few(request: Request) -> bool:
+    B, H, L, S, _ = request.size
+    return B * H * L * S <= _FEW_WEIGHTS
 
 
 def needs_grad(request: Request) -> bool:

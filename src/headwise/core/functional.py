@@ -232,8 +232,9 @@ def prepare(
         B, H, L, _ = query.shape
         size = Size(B, H, L, key.shape[-2], query.device)
         dtype = _score_dtype(query)
-        if readable(query) and all(map(readable, walk_tensors(mask))):
-            pair = 2 * size.heads * (query.shape[-1] + value.shape[-1])  # FLOPs of a query and a key
+        pair = 2 * size.heads * (query.shape[-1] + value.shape[-1])  # FLOPs of a query and a key
+        large = not torch.compiler.is_compiling() and pair * B * L * size.keys >= min(TURN, TURN_GRAD, _WORTH_READING)
+        if (large or by_sequence) and readable(query) and all(map(readable, walk_tensors(mask))):
             if pair * B >= _WORTH_AN_ENTRY and pair * B * L * size.keys >= _WORTH_READING:
                 mask = with_flag(mask, size)
             if by_sequence is not False and drop is None and softcap is None and sink is None:

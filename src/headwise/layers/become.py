@@ -60,8 +60,8 @@ _LINEAR_KEYS = frozenset((*vars(nn.Module()), "in_features", "out_features"))
 
 
 def changed_by(kind: type, base: type) -> list[str]:
-    """What the classes of `kind` below `base` define besides a constructor, as `Class.name`."""
-    above = kind.__mro__[: kind.__mro__.index(base)]
+    """What the classes of `kind` that `base` does not have define besides a constructor, as `Class.name`."""
+    above = [one for one in kind.__mro__ if one not in base.__mro__]  # a mixin may come after the base
     return [f"{one.__name__}.{name}" for one in above for name in vars(one) if name not in _NOISE]
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise._checks import invalid, kind_of
+from headwise.core.multihead import MultiheadAttention
 from headwise.layers.feedforward import Activation, FeedForward, Norm, make_norm
 from headwise.layers.packing import find_packing
 
@@ -161,6 +162,10 @@ def is_batch_first(attention: nn.Module) -> bool:
     return bool(getattr(attention, "batch_first", True))
 
 
+# What torch's layers always say; hooks on their attention may read it
+_ALWAYS: dict[str, Any] = {"attn_mask": None, "key_padding_mask": None, "is_causal": False}
+
+
 def attend(
     name: str, attention: nn.Module, x: Tensor, memory: Tensor, need_weights: bool, words: dict[str, Any]
 ) -> tuple[Tensor, Tensor | None]:
@@ -169,6 +174,8 @@ def attend(
     Raises:
         ValueError: it does not return what it should, or is torch's and got a Mask.
     """
+    if isinstance(attention, (MultiheadAttention, nn.MultiheadAttention)):
+        words = {**_ALWAYS, **words}
     if isinstance(attention, nn.MultiheadAttention):
         words = _words_for_torch(name, attention, x, memory, words)
     result = attention(x, memory, memory, need_weights=need_weights, **words)

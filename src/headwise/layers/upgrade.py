@@ -153,8 +153,18 @@ class _Plan:
         if not self.found:
             raise invalid(function, "model", _wanted(targets), _instead(function, search, targets))
 
+    def check_apart(self) -> None:
+        """Hold that each layer has Parameters of its own to replace; `copy.copy` of a module has its original's."""
+        seen: dict[int, str] = {}
+        for path, module, _ in self.found:
+            other = seen.setdefault(id(module.__dict__["_parameters"]), path)
+            if other != path:
+                rule = "be a module of its own, by copy.deepcopy"
+                raise invalid(self.function, path or "model", rule, f"a shallow copy of {other or 'model'}")
+
     def carry_out(self, optimizer: Optimizers) -> nn.Module:
         """Check what concerns the model as a whole, then change everything."""
+        self.check_apart()
         optimizers = listed(self.function, optimizer)
         modules = {id(module): (name, module) for name, module in self.model.named_modules()}
         _check_wrappers(self.function, modules, self.exchanges)

@@ -317,6 +317,7 @@ def test_attention_weights_averaged_one_head_at_a_time(mask: masks.Mask | None, 
 def test_attention_weights_really_holds_one_head_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     original = backends.softmax_scores
+    monkeypatch.setattr(backends, "_FEW_WEIGHTS", B * H * L * S - 1)
     monkeypatch.setattr(
         backends, "softmax_scores", lambda request: (asked.append(request.query.shape[1]), original(request))[1]
     )
@@ -326,6 +327,10 @@ def test_attention_weights_really_holds_one_head_at_a_time(monkeypatch: pytest.M
     asked.clear()
     attention_weights(query.requires_grad_(), key, average_attn_weights=True)
     assert asked == [H]
+    asked.clear()
+    monkeypatch.setattr(backends, "_FEW_WEIGHTS", B * H * L * S)
+    attention_weights(query.detach(), key, average_attn_weights=True)
+    assert asked == [H]  # a loop would take longer than so little memory is worth
 
 
 def test_attention_weights_of_single_precision_for_half_the_bits() -> None:

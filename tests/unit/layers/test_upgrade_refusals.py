@@ -352,6 +352,34 @@ def test_where_that_cannot_be_called_is_named(where):
 def test_an_optimizer_of_another_model_is_refused():
     other = torch.optim.SGD(nn.Linear(2, 3).parameters(), 0.1)
     model = nn.MultiheadAttention(D, H)
-    with pytest.raises(ValueError, match="optimizer must hold parameters of this model.*got SGD with none of them"):
+    with pytest.raises(ValueError, match=r"optimizer must hold parameters of this model.*got SGD with none of them"):
         upgrade(model, other)
     assert type(model) is nn.MultiheadAttention
+
+
+def test_a_shallow_copy_is_refused():
+    """It shares its original's Parameters, and would be half replaced with it."""
+    original = nn.MultiheadAttention(D, H)
+    model = nn.ModuleList([nn.MultiheadAttention(D, H), original, copy.copy(original)])
+    refused(upgrade, model, r"2 must be a module of its own, by copy\.deepcopy; got a shallow copy of 1")
+
+
+class Mixin:
+    def greet(self):
+        return "hello"
+
+
+class WithMixin(nn.MultiheadAttention, Mixin):
+    """As huggingface_hub has it: a class of methods after torch's."""
+
+    def __init__(self):
+        super().__init__(D, H)
+
+
+def test_a_mixin_after_the_base_is_not_lost():
+    model = nn.ModuleList([WithMixin(), nn.MultiheadAttention(D, H)])
+    with pytest.warns(UserWarning, match=r"0 \(.*WithMixin, a MultiheadAttention, which has its own Mixin\.greet\)"):
+        upgrade(model, where=lambda name, module: True)
+    assert type(model[0]) is WithMixin
+    assert model[0].greet() == "hello"
+    assert type(model[1]) is headwise.MultiheadAttention
