@@ -241,10 +241,8 @@ class _Ragged:
     def why_not(self, request: Request) -> list[str]:
         if request.mask.ragged is not None:
             return []
-        rule = (
-            "it takes padding on the right, or documents in one piece each, beside nothing but causal(), where their "
-        )
-        return [rule + "numbers can be read without a wait (eager, on the CPU) and enough is hidden to be worth a loop"]
+        known = "lengths that can be read here and save enough: padding on the right, or documents"
+        return [f"it needs a mask of {known}, with causal() at most"]
 
     def run(self, request: Request) -> Tensor:
         query, key, value, (causal, _, _, ragged) = request[:4]

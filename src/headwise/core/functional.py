@@ -185,6 +185,7 @@ def explain(
         >>> x = torch.randn(1, 2, 128, 16)
         >>> print(explain(x, x, x, softcap=30.0))
         plain runs
+        ragged does not: it needs a mask of lengths ...
         sdpa does not: softcap changes the scores, which the kernel keeps to itself
     """
     if not 0 <= dropout <= 1:

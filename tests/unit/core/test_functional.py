@@ -16,8 +16,8 @@ from headwise.core import backends, functional, reference
 
 B, H, G, L, S, K, V = 2, 6, 3, 5, 7, 11, 13
 NO_LENGTHS = (
-    "it takes padding on the right, or documents in one piece each, beside nothing but causal(), where their numbers "
-    "can be read without a wait (eager, on the CPU) and enough is hidden to be worth a loop"
+    "it needs a mask of lengths that can be read here and save enough: padding on the right, or documents, with causal() "
+    "at most"
 )
 NO_MASK = "must be a Mask of headwise.masks; wrap a bool tensor (True may attend) in masks.dense, scores in masks.bias"
 QUERY, KEY, VALUE = f"query {(B, H, L, K)}", f"key {(B, G, S, K)}", f"value {(B, G, S, V)}"
