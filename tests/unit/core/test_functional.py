@@ -16,8 +16,8 @@ from headwise.core import backends, functional, reference
 
 B, H, G, L, S, K, V = 2, 6, 3, 5, 7, 11, 13
 NO_LENGTHS = (
-    "it needs a mask of lengths that can be read here and save enough: padding on the right, or documents, with causal() "
-    "at most"
+    "it needs a mask of lengths that can be read here and save enough: padding on the right, or documents, with "
+    "causal() at most"
 )
 NO_MASK = "must be a Mask of headwise.masks; wrap a bool tensor (True may attend) in masks.dense, scores in masks.bias"
 QUERY, KEY, VALUE = f"query {(B, H, L, K)}", f"key {(B, G, S, K)}", f"value {(B, G, S, V)}"
