@@ -386,7 +386,9 @@ def test_what_says_more_takes_the_general_path(name: str, ran: list[str]) -> Non
     hold(inputs, build(), means, None)
     assert "ragged" not in ran
     assert explain(*inputs, mask=build()).refused["ragged"][0].startswith("it needs a mask of lengths")
-    with pytest.raises(ValueError, match=r"^attention: backend must take this call, and ragged does not: it needs a mask"):
+    with pytest.raises(
+        ValueError, match=r"^attention: backend must take this call, and ragged does not: it needs a mask"
+    ):
         attention(*inputs, mask=build(), backend="ragged")
 
 
