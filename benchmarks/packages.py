@@ -1,6 +1,6 @@
 """Models of published packages on torch's attention, beside themselves after `headwise.upgrade`; ratios of their times.
 
-`make packages` installs the packages of requirements-packages.txt; tests/parity/test_packages.py holds that each model
+`make test-packages` installs the packages of requirements-packages.txt; tests/parity/test_packages.py holds that each model
 gives the same numbers and gradients before and after. Weights are random: no package downloads anything here.
 
 Letters: B batch.
@@ -50,7 +50,7 @@ class Example:
     def missing(self) -> str | None:
         """Why it cannot be built here."""
         if importlib.util.find_spec(self.package) is None:
-            return f"needs the package {self.package}; run `make packages`"
+            return f"needs the package {self.package}; run `make test-packages`"
         return None
 
     def make(self, *, large: bool = False) -> tuple[nn.Module, Forward]:

