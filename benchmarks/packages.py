@@ -1,7 +1,7 @@
 """Models of published packages on torch's attention, beside themselves after `headwise.upgrade`; ratios of their times.
 
-`make test-packages` installs the packages of requirements-packages.txt; tests/parity/test_packages.py holds that each model
-gives the same numbers and gradients before and after. Weights are random: no package downloads anything here.
+`make test-packages` installs the packages of requirements-packages.txt; tests/parity/test_packages.py holds that each
+model gives the same numbers and gradients before and after. Weights are random: no package downloads anything here.
 
 Letters: B batch.
 """
