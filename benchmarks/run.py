@@ -162,6 +162,12 @@ def machine() -> str:
     return f"{name} ({torch.backends.cpu.get_cpu_capability()}), {torch.get_num_threads()} threads; {versions}"
 
 
+def below(group: str, row: Row) -> list[str]:
+    """A line where the ratio is below its floor, else none."""
+    fails = row.floor is not None and row.ratio < row.floor
+    return [f"{group} {row.name}: {row.ratio:.2f}, floor {row.floor}"] if fails else []
+
+
 def report(rounds: int, only: str | None) -> tuple[str, list[str]]:
     """The tables as Markdown, and what fell below its floor."""
     peak = product_peak()
@@ -188,8 +194,7 @@ def report(rounds: int, only: str | None) -> tuple[str, list[str]]:
                 f"| {row.best} | {row.share:.2f} |"
             )
             print(lines[-1], file=sys.stderr)
-            if row.floor is not None and row.ratio < row.floor:
-                missed.append(f"{layout} {row.name}: {row.ratio:.2f}, floor {row.floor}")
+            missed += below(layout, row)
     if only in (None, "layers"):
         lines += [
             "",
@@ -206,8 +211,7 @@ def report(rounds: int, only: str | None) -> tuple[str, list[str]]:
                 f"| {row.share:.2f} |"
             )
             print(lines[-1], file=sys.stderr)
-            if row.floor is not None and row.ratio < row.floor:
-                missed.append(f"{which} {row.name}: {row.ratio:.2f}, floor {row.floor}")
+            missed += below(which, row)
     if only in (None, "short"):
         header = " | ".join(str(shape) for shape in SHORT)
         lines += [
@@ -239,8 +243,7 @@ def report(rounds: int, only: str | None) -> tuple[str, list[str]]:
         for row in classifier_rows(peak, 3 * rounds):
             lines.append(f"| {row.name} | {row.ratio:.2f} | {row.low:.2f} to {row.high:.2f} | {row.floor} |")
             print(lines[-1], file=sys.stderr)
-            if row.floor is not None and row.ratio < row.floor:
-                missed.append(f"classifier {row.name}: {row.ratio:.2f}, floor {row.floor}")
+            missed += below("classifier", row)
     return "\n".join(lines) + "\n", missed
 
 

@@ -87,8 +87,9 @@ class EncoderBlock(EncoderParts):
         super().__init__()
         check_dropout(EncoderBlock, dropout)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        own = _given_or_ours("EncoderBlock", "attention", attention, embed_dim, num_heads, None, dropout, bias, factory)
         self._build(
-            _given_or_ours("EncoderBlock", "attention", attention, embed_dim, num_heads, None, dropout, bias, factory),
+            {"self_attn": own},
             embed_dim,
             dropout,
             feedforward_dim=feedforward_dim,
@@ -215,8 +216,7 @@ class DecoderBlock(DecoderParts):
             "DecoderBlock", "cross_attention", cross_attention, *sizes, memory_dim, dropout, bias, factory
         )
         self._build(
-            own,
-            cross,
+            {"self_attn": own, "multihead_attn": cross},
             embed_dim,
             dropout,
             feedforward_dim=feedforward_dim,

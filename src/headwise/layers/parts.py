@@ -16,16 +16,20 @@ from headwise.layers.feedforward import Activation, FeedForward, Norm, make_norm
 from headwise.layers.packing import find_packing
 
 
-class EncoderParts(FeedForward):
-    """An encoder block whose arguments have no names yet; x is laid out as its attention says."""
+class BlockParts(FeedForward):
+    """The children of a block: its attentions, a feed-forward, and a norm and a dropout for each of these."""
 
     self_attn: nn.Module
+    norm1: nn.Module
+    norm2: nn.Module
+    dropout1: nn.Module
+    dropout2: nn.Module
     norm_first: bool
     _input_word = "x"  # what forward calls it
 
     def _build(
         self,
-        attention: nn.Module,
+        attentions: dict[str, nn.Module],
         embed_dim: int,
         dropout: float,
         *,
@@ -38,15 +42,21 @@ class EncoderParts(FeedForward):
         **factory: Any,
     ) -> None:
         """Make the children in torch's order, which is the order of random draws and of names."""
-        name = type(self).__name__
         self.norm_first = norm_first
-        self.self_attn = attention
+        for name, attention in attentions.items():
+            self.add_module(name, attention)
         act = self._build_feed_forward(embed_dim, feedforward_dim, activation, dropout, bias=bias, **factory)
-        self.norm1 = make_norm(name, norm, embed_dim, norm_eps, bias, **factory)
-        self.norm2 = make_norm(name, norm, embed_dim, norm_eps, bias, **factory)
-        self.dropout1 = nn.Dropout(dropout)
-        self.dropout2 = nn.Dropout(dropout)
+        places = range(1, len(attentions) + 2)
+        for place in places:
+            made = make_norm(type(self).__name__, norm, embed_dim, norm_eps, bias, **factory)
+            self.add_module(f"norm{place}", made)
+        for place in places:
+            self.add_module(f"dropout{place}", nn.Dropout(dropout))
         self.activation = act
+
+
+class EncoderParts(BlockParts):
+    """An encoder block whose arguments have no names yet; x is laid out as its attention says."""
 
     def _encode(
         self, x: Tensor, rows: Tensor | None, need_weights: bool, words: dict[str, Any]
@@ -78,42 +88,12 @@ class EncoderParts(FeedForward):
         return x if weights is None else (x, _zero_weights(weights, rows))
 
 
-class DecoderParts(FeedForward):
+class DecoderParts(BlockParts):
     """A decoder block whose arguments have no names yet. x and memory are laid out as its self-attention says."""
 
-    self_attn: nn.Module
     multihead_attn: nn.Module
-    norm_first: bool
-    _input_word = "x"  # what forward calls it
-
-    def _build(
-        self,
-        attention: nn.Module,
-        cross_attention: nn.Module,
-        embed_dim: int,
-        dropout: float,
-        *,
-        feedforward_dim: int | None,
-        activation: Activation,
-        norm: Norm,
-        norm_first: bool,
-        norm_eps: float,
-        bias: bool,
-        **factory: Any,
-    ) -> None:
-        """Make the children in torch's order, which is the order of random draws and of names."""
-        name = type(self).__name__
-        self.norm_first = norm_first
-        self.self_attn = attention
-        self.multihead_attn = cross_attention
-        act = self._build_feed_forward(embed_dim, feedforward_dim, activation, dropout, bias=bias, **factory)
-        self.norm1 = make_norm(name, norm, embed_dim, norm_eps, bias, **factory)
-        self.norm2 = make_norm(name, norm, embed_dim, norm_eps, bias, **factory)
-        self.norm3 = make_norm(name, norm, embed_dim, norm_eps, bias, **factory)
-        self.dropout1 = nn.Dropout(dropout)
-        self.dropout2 = nn.Dropout(dropout)
-        self.dropout3 = nn.Dropout(dropout)
-        self.activation = act
+    norm3: nn.Module
+    dropout3: nn.Module
 
     def _decode(
         self,

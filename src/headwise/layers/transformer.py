@@ -115,9 +115,10 @@ class TransformerEncoderLayer(EncoderParts):
         super().__init__()
         check_dropout(TransformerEncoderLayer, dropout)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        options: dict[str, Any] = {"fused_qkv": fused_qkv, "average_attn_weights": average_attn_weights, **factory}
+        options: dict[str, Any] = {"batch_first": batch_first, "fused_qkv": fused_qkv, **factory}
+        options["average_attn_weights"] = average_attn_weights
         self._build(
-            MultiheadAttention(d_model, nhead, dropout, bias, batch_first=batch_first, **options),
+            {"self_attn": MultiheadAttention(d_model, nhead, dropout, bias, **options)},
             d_model,
             dropout,
             feedforward_dim=dim_feedforward,
@@ -220,10 +221,11 @@ class TransformerDecoderLayer(DecoderParts):
         super().__init__()
         check_dropout(TransformerDecoderLayer, dropout)
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
-        options: dict[str, Any] = {"fused_qkv": fused_qkv, "average_attn_weights": average_attn_weights, **factory}
+        options: dict[str, Any] = {"batch_first": batch_first, "fused_qkv": fused_qkv, **factory}
+        options["average_attn_weights"] = average_attn_weights
+        names = ("self_attn", "multihead_attn")
         self._build(
-            MultiheadAttention(d_model, nhead, dropout, bias, batch_first=batch_first, **options),
-            MultiheadAttention(d_model, nhead, dropout, bias, batch_first=batch_first, **options),
+            {name: MultiheadAttention(d_model, nhead, dropout, bias, **options) for name in names},
             d_model,
             dropout,
             feedforward_dim=dim_feedforward,
