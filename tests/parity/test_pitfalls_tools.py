@@ -127,10 +127,11 @@ def test_26_lora_by_hand(name, widths):
     same(ours(*inputs)[0], first, 1e-4)
 
 
+@pytest.mark.tools
 @pytest.mark.filterwarnings("ignore")
 def test_26_lora_of_peft():
-    """The same with peft, where it is installed."""
-    peft = pytest.importorskip("peft")
+    """The same with peft."""
+    import peft
 
     def adapted(model, names):
         config = peft.LoraConfig(r=2, target_modules=names, lora_alpha=4)
@@ -353,10 +354,12 @@ def test_30_the_quantizable_attention(batch_first):
         converted(x, x, x)
 
 
+@pytest.mark.tools
 @pytest.mark.filterwarnings("ignore")
 def test_58_torchao():
-    """Near intel/neural-compressor#960: int8 for the feed-forward only; with ours all six. Where it is installed."""
-    torchao = pytest.importorskip("torchao.quantization")
+    """Near intel/neural-compressor#960: int8 for the feed-forward only; with ours all six."""
+    from torchao import quantization as torchao
+
     theirs = layer().eval()
     ours = upgraded(theirs)
     x = batch()
@@ -473,12 +476,12 @@ def test_33_the_old_onnx_exporter():
             script_export(model, batch(), grad=True)
 
 
-@pytest.mark.export
+@pytest.mark.tools
 @pytest.mark.parametrize("kind", ["attention", "stack"])
 def test_33_a_file_of_the_old_onnx_exporter(kind):
-    """With gradients on torch's layers export, with the length of the example in them. Where onnx is installed."""
-    pytest.importorskip("onnx")
-    runtime = pytest.importorskip("onnxruntime")
+    """With gradients on torch's layers export, with the length of the example in them."""
+    import onnxruntime as runtime
+
     if kind == "attention":
         theirs, inputs, longer = Attends(pair(D, H, batch_first=True)[0]), (batch(),), (batch(11),)
     else:
@@ -501,13 +504,10 @@ def test_33_a_file_of_the_old_onnx_exporter(kind):
             same(run(file, *tensors), evaluated(ours, *tensors), 1e-4)
 
 
-@pytest.mark.export
-@pytest.mark.slow
+@pytest.mark.tools
 @pytest.mark.filterwarnings("ignore")
 def test_33_the_new_onnx_exporter():
-    """dynamo=True exports both. Where onnxscript and a runtime are installed."""
-    pytest.importorskip("onnxscript")
-    pytest.importorskip("onnxruntime")
+    """dynamo=True exports both."""
     theirs = Encodes(layer()).eval()
     inputs = (batch(), RIGHT)
     for model in (theirs, upgraded(theirs)):

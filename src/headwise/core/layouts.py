@@ -10,17 +10,19 @@ from __future__ import annotations
 import copy
 import math
 import weakref
+from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
 from headwise._checks import invalid
-from headwise.core.backends import transformed
-from headwise.core.read_only import ReadOnly
+from headwise.core.backends import eager
+from headwise.core.live import Live, stack
 
 CHILDREN = ("q_proj", "k_proj", "v_proj")
 WEIGHTS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+_RESET = "reset_parameters"
 TORCH_NAMES = frozenset(("in_proj_weight", "in_proj_bias", *WEIGHTS))
 
 
@@ -31,6 +33,7 @@ class Projected(Protocol):
     kdim: int
     vdim: int
     training: bool
+    torch_names: bool
     _modules: dict[str, nn.Module | None]
     _parameters: dict[str, nn.Parameter | None]
 
@@ -78,44 +81,63 @@ def is_hooked(module: nn.Module) -> bool:
 class Reset:
     """`reset_parameters` of a projection: what it was under its parent.
 
+    `stacked` is how many weights like this one torch draws as one matrix, by Xavier; None draws as `nn.Linear` does.
     A class, so that it pickles and copies; it holds its child weakly, so that a deleted module is freed at once.
     """
 
-    def __init__(self, child: nn.Linear, stacked: int | None) -> None:
-        self.child, self.stacked = weakref.ref(child), stacked
+    def __init__(self, child: nn.Linear, stacked: int | None, zero_bias: bool = True) -> None:
+        self.child, self.stacked, self.zero_bias = weakref.ref(child), stacked, zero_bias
 
     def __call__(self) -> None:
         child = self.child()
         assert child is not None
-        if self.stacked is None:
+        if self.stacked is None or not self.zero_bias:
             nn.Linear.reset_parameters(child)
-        else:
+        if self.stacked is not None:
             fan_out, fan_in = child.weight.shape
             bound = math.sqrt(3.0) * math.sqrt(2.0 / (fan_in + self.stacked * fan_out))  # rounded as torch's init does
             nn.init.uniform_(child.weight, -bound, bound)
-        if child.bias is not None:
+        if child.bias is not None and self.zero_bias:
             nn.init.zeros_(child.bias)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Reset:
         child = copy.deepcopy(self.child(), memo)
         assert child is not None
-        return Reset(child, self.stacked)
+        return Reset(child, self.stacked, self.zero_bias)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"child": self.child(), "stacked": self.stacked}
+        return {"child": self.child(), "stacked": self.stacked, "zero_bias": self.zero_bias}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.child, self.stacked = weakref.ref(state["child"]), state["stacked"]
+        self.child = weakref.ref(state["child"])
+        self.stacked, self.zero_bias = state["stacked"], state["zero_bias"]
 
 
 def own_child_resets(module: Projected) -> None:
     """Loops that reset every module reach the children last; they must not undo torch's distributions."""
     for name in ("out_proj", *(() if module.fused_qkv else CHILDREN)):
         child = module._modules[name]
-        if not isinstance(child, nn.Linear):
-            continue  # an adapter or the like in its place
+        if not isinstance(child, nn.Linear) or (name == "out_proj" and isinstance(vars(child).get(_RESET), Reset)):
+            continue  # an adapter or the like in its place, or a Transformer has said already
         stacked = 3 if name in CHILDREN and one_width(module) else 1
-        object.__setattr__(child, "reset_parameters", Reset(child, None if name == "out_proj" else stacked))
+        object.__setattr__(child, _RESET, Reset(child, None if name == "out_proj" else stacked))
+
+
+def own_matrix_resets(transformer: nn.Module) -> None:
+    """Loops that reset every module reach the layers last; they must not undo the Transformer's distributions."""
+    for module in transformer.modules():
+        if type(module) is nn.Linear:
+            own = vars(module).setdefault(_RESET, Reset(module, 1, zero_bias=False))
+            if isinstance(own, Reset) and own.stacked is None:
+                own.stacked = 1
+
+
+def drop_matrix_resets(transformer: nn.Module) -> None:
+    """Undo `own_matrix_resets`, for torch's class."""
+    for module in transformer.modules():
+        own = vars(module).get(_RESET)
+        if isinstance(own, Reset) and not own.zero_bias:
+            del module.__dict__[_RESET]
 
 
 def reset_children(module: Projected) -> None:
@@ -182,6 +204,9 @@ def split(module: Projected) -> None:
         if isinstance(parameter, nn.Parameter) and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
             raise invalid("split_projections", name, "carry no hooks", "some; remove them first")
     stacked, bias = module._parameters["in_proj_weight"], module._parameters["in_proj_bias"]
+    for name, held in (("in_proj_weight", stacked), ("in_proj_bias", bias)):
+        if held is not None and held.shape[0] != 3 * module.embed_dim:
+            raise invalid("split_projections", name, f"have {3 * module.embed_dim} rows", held.shape[0])
     weights = [module._parameters[name] for name in WEIGHTS] if stacked is None else _parts(stacked)
     biases = [None] * 3 if bias is None else _parts(bias)
     for name in TORCH_NAMES:
@@ -261,12 +286,13 @@ def read_as_torch(module: Projected, name: str) -> Any:
         whole = torch.cat(cast("list[Tensor]", tensors))
     except (RuntimeError, NotImplementedError) as error:
         raise AttributeError(f"{name}: the projections cannot be joined: {error}") from error
-    fresh = torch.compiler.is_compiling() or transformed() or type(whole) is not Tensor
-    return whole if fresh else whole.as_subclass(ReadOnly)
+    return stack(cast("list[Tensor]", tensors)) if _can_live(tensors) else whole
 
 
 def write_as_torch(module: Projected, name: str, value: object) -> None:
     """Assign a Parameter to a torch name while split: its parts become the children's own."""
+    if isinstance(value, Live) and _stands_for(value, module, name):
+        return  # `module.in_proj_weight += x`: written already
     if not isinstance(value, nn.Parameter):
         raise TypeError(
             f"{name}: only an nn.Parameter can be assigned while the projections are split; got {type(value).__name__}"
@@ -284,10 +310,16 @@ def write_as_torch(module: Projected, name: str, value: object) -> None:
         setattr(child, part, own)
 
 
+def _stands_for(value: Live, module: Projected, name: str) -> bool:
+    part = name.removeprefix("in_proj_")
+    own = [getattr(module._modules[child], part, None) for child in CHILDREN]
+    return len(own) == len(value.home.parts) and all(a is b for a, b in zip(own, value.home.parts, strict=True))
+
+
 def speak_torch(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: dict[str, Any]) -> None:
     """After `state_dict()`: torch's names in torch's order, while the children hold plain tensors and nothing else."""
     projected = cast(Projected, module)
-    if projected.fused_qkv:
+    if projected.fused_qkv or not projected.torch_names:
         return
     own = {key: state_dict[key] for key in state_dict if key.startswith(prefix)}
     found = []
@@ -300,16 +332,24 @@ def speak_torch(module: nn.Module, state_dict: dict[str, Any], prefix: str, loca
     if len({len(held) for held in found}) != 1:
         return
     weights = [held["weight"] for held in found]
-    spoken = (
-        {"in_proj_weight": torch.cat(weights)} if one_width(projected) else dict(zip(WEIGHTS, weights, strict=True))
-    )
+    spoken = {"in_proj_weight": _spoken(weights)} if one_width(projected) else dict(zip(WEIGHTS, weights, strict=True))
     if "bias" in found[0]:
-        spoken["in_proj_bias"] = torch.cat([held["bias"] for held in found])
+        spoken["in_proj_bias"] = _spoken([held["bias"] for held in found])
     for key in own:
         del state_dict[key]
     state_dict.update({f"{prefix}{name}": value for name, value in spoken.items()})
     starts = tuple(f"{prefix}{child}." for child in CHILDREN)
     state_dict.update({key: value for key, value in own.items() if not key.startswith(starts)})
+
+
+def _can_live(parts: Sequence[Any]) -> bool:
+    """Whether tensors can be stacked so that writes reach them."""
+    return eager() and all(map(is_plain, parts)) and len({(part.dtype, part.device) for part in parts}) == 1
+
+
+def _spoken(parts: list[Tensor]) -> Tensor:
+    """Three values of `state_dict()` as one: alive, as each of them is."""
+    return stack(parts) if _can_live(parts) else torch.cat(parts)
 
 
 def spell(
@@ -339,7 +379,7 @@ def spell(
             both = ", ".join(prefix + name for names in present for name in names if prefix + name in state_dict)
             error_msgs.append(f"one weight is present under two spellings: {both}; keep one of them")
         elif not present:
-            missing_keys.extend(prefix + name for name in as_torch)
+            missing_keys.extend(prefix + name for name in (as_torch if module.torch_names else target))
         elif present[0] == target or (len(target) == 1 and not all(prefix + name in state_dict for name in present[0])):
             continue  # loads, or is reported, like any Parameter
         named = [name for names in present for name in names if prefix + name in state_dict]

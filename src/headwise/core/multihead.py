@@ -13,17 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from headwise._checks import invalid, positive
-from headwise.core.backends import PLAIN, autocasts, choose, readable, run_unmasked
+from headwise.core.backends import PLAIN, choose, readable, run_unmasked
 from headwise.core.functional import prepare
+from headwise.core.inputs import Masks, check_inputs, check_shards, wrong_kind
 from headwise.core.layouts import is_hooked
 from headwise.core.lowering import Size
 from headwise.core.masks import Mask, appended, read_torch, visible_keys
+from headwise.core.nested import attend_nested
 from headwise.core.projections import ProjectedAttention, call, direct
 
 __all__ = ["Attend", "MultiheadAttention"]
 
 _NAME = "MultiheadAttention"
-_Masks = tuple[Tensor | None, Tensor | None, Tensor | None, Mask | None]  # key padding, attention, query padding, ours
 
 
 class Attend(nn.Module):
@@ -32,6 +33,8 @@ class Attend(nn.Module):
     A forward pre-hook on it sees `(query (B, H, L, K), key (B, G, S, K), value, mask)` of every call, whichever kernel
     runs; `headwise.attention_weights(query, key, mask=mask)` gives the weights. `key` ends in `bias_k` and the zeros.
     """
+
+    shards = 1  # processes that hold H heads each, in tensor parallelism by headwise.layers.tp_plan
 
     def forward(
         self,
@@ -191,9 +194,10 @@ class MultiheadAttention(ProjectedAttention):
         """Attend from `query` to `key` and mix `value`.
 
         Args:
-            query: (B, L, D) with `batch_first`, (L, B, D) without, (L, D) unbatched; the parameters' dtype.
-            key: (B, S, kdim), (S, B, kdim) or (S, kdim).
-            value: (B, S, vdim), (S, B, vdim) or (S, vdim).
+            query: (B, L, D) with `batch_first`, (L, B, D) without, (L, D) unbatched; the parameters' dtype. Nested:
+                (B, *, D), samples of unequal lengths, each as if it were alone; no torch masks then.
+            key: (B, S, kdim), (S, B, kdim) or (S, kdim); nested if the query is, and to a dense query too.
+            value: (B, S, vdim), (S, B, vdim) or (S, vdim); nested if the key is, with the same lengths.
             key_padding_mask: (B, S), or (S,) unbatched; bool with True = padding, or floating and added.
             need_weights: False returns None for the weights and lets the fused kernel run.
             attn_mask: bool with True = may not attend, or floating and added; (L, S), (B*H, L, S), (B, L, S), (1, L, S)
@@ -203,15 +207,17 @@ class MultiheadAttention(ProjectedAttention):
             is_causal: query l sees keys 0 .. l only, beside all other masks; needs no `attn_mask`.
             query_padding_mask: (B, L), or (L,) unbatched; bool with True = padding: output and weights there are
                 exactly 0, the output bias included.
-            mask: a Mask of `headwise.masks` (True may attend), intersected with the above.
+            mask: a Mask of `headwise.masks` (True may attend), intersected with the above; of each sample if nested.
 
         Returns:
-            Output shaped as `query`, and the weights (B, L, S) or (B, H, L, S), without B if unbatched, before dropout;
-            S counts `bias_k` and the zero key too. A query that sees no key has attention 0 (the output is then
-            `out_proj.bias`), weights 0 and gradients 0. What padding holds, NaN included, has no influence.
+            Output shaped as `query` (jagged: with its offsets, so that they add), and the weights (B, L, S) or
+            (B, H, L, S), without B if unbatched, before dropout; S counts `bias_k` and the zero key too. A query that
+            sees no key has attention 0 (the output is then `out_proj.bias`), weights 0 and gradients 0. What padding
+            holds, NaN included, has no influence. Weights of nested input are padded to the longest sample with 0.
 
         Raises:
-            ValueError: ranks, widths, lengths, dtypes or devices that do not fit, with all sizes; integer masks.
+            ValueError: ranks, widths, lengths, dtypes or devices that do not fit, with all sizes; integer masks; torch
+                masks, holes or a dense key beside nested tensors.
 
         Warns:
             UserWarning: once per module, on the CPU in eager mode, for a floating mask of zeros and ones only.
@@ -222,30 +228,30 @@ class MultiheadAttention(ProjectedAttention):
         one_input = query is key and key is value and not (need_weights or is_causal)
         if one_input and (short := self._short_call(query, masks)) is not None:
             return short, None
-        if isinstance(query, Tensor) and query.is_nested:
-            return _attend_nested(self, (query, key, value), masks, need_weights, is_causal), None
-        batched, masked = _check_inputs(self, query, key, value, masks)
         batch_first, given = self.batch_first, (query, key, value)
+        average = self.average_attn_weights if average_attn_weights is None else average_attn_weights
+        if getattr(query, "is_nested", False) or getattr(key, "is_nested", False):
+            return _attend_nested(self, given, masks, need_weights, average, is_causal)
+        batched, masked = check_inputs(self, query, key, value, masks)
         if not batched:
             query, key, value = _once(lambda t: t.unsqueeze(0 if batch_first else 1), query, key, value)
         if masked or is_causal:
             mask, query, key, value = _settle_masks(self, query, key, value, masks, is_causal, given)
         try:
             q_BHLK, k_BHSK, v_BHSK = self._project(query, key, value, self.head_dim, batch_first)
-            if self.add_zero_attn or self.bias_k is not None:
-                k_BHSK, v_BHSK, mask = self._append(k_BHSK, v_BHSK, mask)
+            check_shards(self, q_BHLK, k_BHSK, v_BHSK, need_weights)
+            k_BHSK, v_BHSK, mask = self._append(k_BHSK, v_BHSK, mask)
             dropout, drop = _dropout_of(self.attn_dropout)
-            average = self.average_attn_weights if average_attn_weights is None else average_attn_weights
             out_BHLK, weights = self.attend(q_BHLK, k_BHSK, v_BHSK, mask, dropout, drop, need_weights, average)
             out = (out_BHLK.transpose(1, 2) if batch_first else out_BHLK.permute(2, 0, 1, 3)).flatten(2)
             out = self.out_proj(out)
         except RuntimeError as error:
-            raise _wrong_kind(self, error, *given) from error.__cause__
+            raise wrong_kind(self, error, *given) from error.__cause__
         if need_weights or query_padding_mask is not None or not batched:
             return _finish(out, weights, query_padding_mask, query.dtype, batched, batch_first)
         return out, None
 
-    def _short_call(self, x: Tensor, masks: _Masks) -> Tensor | None:
+    def _short_call(self, x: Tensor, masks: Masks) -> Tensor | None:
         """`forward` of x on itself, batch first, without masks, weights or anything attached; None for any other call.
 
         The same operations in the same order, so the same numbers to the bit. Only the detours are missing: a fifth of
@@ -276,19 +282,26 @@ class MultiheadAttention(ProjectedAttention):
             out_BLD = run_unmasked(q_BHLK, k_BHSK, v_BHSK).flatten(2)
             return cast(Tensor, call(modules["out_proj"], out_BLD, True))
         except RuntimeError as error:
-            raise _wrong_kind(self, error, x, x, x) from error.__cause__
+            raise wrong_kind(self, error, x, x, x) from error.__cause__
 
     def _append(self, k_BHSK: Tensor, v_BHSK: Tensor, mask: Mask | None) -> tuple[Tensor, Tensor, Mask | None]:
         """Keys and values that end in `bias_k`, `bias_v` and the zeros, and a mask that shows these to everyone."""
+        if not self.add_zero_attn and self.bias_k is None:
+            return k_BHSK, v_BHSK, mask
         B, H, _, K = k_BHSK.shape
         keys, values = [k_BHSK], [v_BHSK]
         if self.bias_k is not None and self.bias_v is not None:
-            keys.append(self.bias_k.to(k_BHSK.dtype).view(1, H, 1, K).expand(B, H, 1, K))
-            values.append(self.bias_v.to(v_BHSK.dtype).view(1, H, 1, K).expand(B, H, 1, K))
+            keys.append(_here(self.bias_k).to(k_BHSK.dtype).view(1, H, 1, K).expand(B, H, 1, K))
+            values.append(_here(self.bias_v).to(v_BHSK.dtype).view(1, H, 1, K).expand(B, H, 1, K))
         if self.add_zero_attn:
             keys.append(k_BHSK.new_zeros(B, H, 1, K))
             values.append(v_BHSK.new_zeros(B, H, 1, K))
         return torch.cat(keys, dim=2), torch.cat(values, dim=2), appended(mask, len(keys) - 1)
+
+
+def _here(bias: Tensor) -> Tensor:
+    """What this process holds of a tensor that may be sharded."""
+    return cast(Tensor, bias.to_local()) if hasattr(bias, "to_local") else bias
 
 
 def _probability(value: float) -> float:
@@ -320,7 +333,7 @@ def _settle_masks(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    masks: _Masks,
+    masks: Masks,
     is_causal: bool,
     given: tuple[Tensor, Tensor, Tensor],
 ) -> tuple[Mask | None, Tensor, Tensor, Tensor]:
@@ -371,30 +384,19 @@ def _finish(
 
 def _attend_nested(
     module: MultiheadAttention,
-    inputs: tuple[Tensor, Tensor, Tensor],
-    masks: _Masks,
+    given: tuple[Tensor, Tensor, Tensor],
+    masks: Masks,
     need_weights: bool,
+    average: bool,
     is_causal: bool,
-) -> Tensor:
-    """Self-attention of a nested tensor (B, *, D): torch's encoder makes one of a padding mask in eval."""
-    query, key, value = inputs
-    usual = query is key and key is value and module.batch_first and query.dim() == 3
-    if not usual or need_weights or any(mask is not None for mask in masks):
-        rule = "be padded and masked by key_padding_mask; nested, only self-attention runs, (B, *, D), batch_first, "
-        rule += "without masks and with need_weights=False"
-        raise invalid(_NAME, "query, key and value", rule, "nested tensors beyond that")
-    samples = query.unbind()
-    lengths = torch.tensor([sample.shape[0] for sample in samples], device=query.device)
-    padded = query.to_padded_tensor(0.0)
-    padding = torch.arange(padded.shape[1], device=query.device) >= lengths[:, None]
-    # not module(...): hooks and a subclass's own forward are already at work around this call
-    whole = MultiheadAttention.forward
-    out, _ = whole(module, padded, padded, padded, padding, need_weights=False, is_causal=is_causal)
-    kept = [row[: sample.shape[0]] for row, sample in zip(out.unbind(), samples, strict=True)]
-    if query.layout == torch.jagged:  # with the same offsets, so that it adds to the input
-        offsets = cast(Any, query).offsets()
-        return torch.nested.nested_tensor_from_jagged(torch.cat(kept), offsets)
-    return torch.nested.as_nested_tensor(kept)
+) -> tuple[Tensor, Tensor | None]:
+    drops, run = _dropout_of(module.attn_dropout), attend_nested
+    if torch.compiler.is_compiling():
+        run = torch.compiler.disable(attend_nested)  # lengths are numbers to it, and a graph would hold for one batch
+    try:
+        return run(module, given, masks, drops, need_weights, average, is_causal)
+    except RuntimeError as error:
+        raise wrong_kind(module, error, *given) from error.__cause__
 
 
 def _zeros_and_ones(mask: Tensor) -> bool:
@@ -439,113 +441,3 @@ def _still(
         return tensor.masked_fill(hidden if batch_first else hidden.transpose(0, 1), 0)
 
     return _once(still, query, key, value)
-
-
-def _check_inputs(
-    module: MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, masks: _Masks
-) -> tuple[bool, bool]:
-    """Whether the input is batched, and whether masked; raises at what could not be computed or would be wrong."""
-    if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)) or (
-        key.is_nested or value.is_nested
-    ):
-        kinds = ", ".join(type(given).__name__ for given in (query, key, value))
-        raise invalid(_NAME, "query, key and value", "be tensors, nested all or none", kinds)
-    query_shape = query.shape
-    masked = not (masks[0] is None and masks[1] is None and masks[2] is None and masks[3] is None)
-    key_shape = query_shape if key is query else key.shape
-    value_shape = key_shape if value is key else value.shape
-    rank = len(query_shape)
-    if (
-        rank not in (2, 3)
-        or len(key_shape) != rank
-        or len(value_shape) != rank
-        or query_shape[-1] != module.embed_dim
-        or key_shape[-1] != module.kdim
-        or value_shape[-1] != module.vdim
-        or (value is not key and value_shape[:-1] != key_shape[:-1])
-        or (rank == 3 and key is not query and key_shape[not module.batch_first] != query_shape[not module.batch_first])
-    ):
-        raise _misfit(module, query, key, value)
-    if masked:
-        _check_masks(module, query, key, value, masks)
-    return rank == 3, masked
-
-
-def _misfit(module: MultiheadAttention, query: Tensor, key: Tensor, value: Tensor) -> ValueError:
-    """Which rule the shapes break, the first one first."""
-    shapes: dict[str, Tensor | None] = {"query": query, "key": key, "value": value}
-    ranks = (query.dim(), key.dim(), value.dim())
-    if ranks not in ((3, 3, 3), (2, 2, 2)):
-        return invalid(_NAME, "query, key and value", "be all 3-D, or all 2-D for one sample", ranks, **shapes)
-    widths = (("query", query, module.embed_dim), ("key", key, module.kdim), ("value", value, module.vdim))
-    for name, tensor, width in widths:
-        if tensor.shape[-1] != width:
-            return invalid(_NAME, name, f"be {width} wide", tensor.shape[-1], **shapes)
-    batch, length = (0, 1) if module.batch_first else (1, 0)
-    if ranks[0] == 3 and query.shape[batch] != key.shape[batch]:
-        hint = _layout_hint(module) if query.shape[length] == key.shape[length] else ""
-        rule = f"have the query's batch size {query.shape[batch]}{hint}"
-        return invalid(_NAME, "key", rule, key.shape[batch], **shapes)
-    rule = f"have the key's batch size and length, {tuple(key.shape[:-1])}"
-    return invalid(_NAME, "value", rule, tuple(value.shape[:-1]), **shapes)
-
-
-def _wrong_kind(
-    module: MultiheadAttention, error: RuntimeError, query: Tensor, key: Tensor, value: Tensor
-) -> RuntimeError | ValueError:
-    """What to raise in place of a failure: dtype or device, if one of them is the reason, else the error itself.
-
-    Asked afterwards, since only the projections themselves know what they take (adapters, quantized ones).
-    """
-    weight = getattr(module.out_proj, "_parameters", {}).get("weight")
-    if type(error) is not RuntimeError or weight is None:
-        return error
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        for what in ("device",) if autocasts(tensor.device) else ("dtype", "device"):
-            have, want = getattr(tensor, what), getattr(weight, what)
-            if have != want:
-                rule = f"have the parameters' {what}, {want}; convert it or the module with .to()"
-                return invalid(_NAME, name, rule, have, query=query, key=key, value=value)
-    return error
-
-
-def _layout_hint(module: MultiheadAttention) -> str:
-    other = not module.batch_first
-    layout = "(B, L, D)" if module.batch_first else "(L, B, D)"
-    return f" (read as {layout}; these sizes fit batch_first={other})"
-
-
-def _check_masks(module: MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, masks: _Masks) -> None:
-    """What a Mask cannot say by itself: padding of one rank only, and sizes that fit the other layout."""
-    key_padding_mask, attn_mask, query_padding_mask, mask = masks
-    shapes: dict[str, Tensor | None] = {"query": query, "key": key, "value": value}
-    batched = query.dim() == 3
-    batch, length = (0, 1) if module.batch_first else (1, 0)
-    for name, letter, given, of in (
-        ("key_padding_mask", "S", key_padding_mask, key.shape),
-        ("query_padding_mask", "L", query_padding_mask, query.shape),
-    ):
-        if given is None:
-            continue
-        kinds = "bool" if letter == "L" else "bool or floating"
-        fits = isinstance(given, Tensor) and (
-            given.dtype == torch.bool or (letter == "S" and given.is_floating_point())
-        )
-        if not fits:
-            rule = f"be a {kinds} tensor with True for padding"
-            raise invalid(_NAME, name, rule, getattr(given, "dtype", type(given).__name__), **shapes)
-        want = (of[batch], of[length]) if batched else (of[0],)
-        if given.shape != want:
-            hint = _layout_hint(module) if tuple(given.shape) == want[::-1] else ""
-            letters = f"(B, {letter})" if batched else f"({letter},)"
-            raise invalid(_NAME, name, f"be {letters} = {tuple(want)}{hint}", tuple(given.shape), **shapes)
-        if given.device != query.device:
-            raise invalid(_NAME, name, f"be on the query's device {query.device}", given.device, **shapes)
-    if mask is not None and not isinstance(mask, Mask):
-        rule = "be a Mask of headwise.masks; a bool tensor (True may attend) goes into masks.dense(keep)"
-        raise invalid(_NAME, "mask", rule, type(mask).__name__, **shapes)
-    if batched and isinstance(attn_mask, Tensor) and attn_mask.dim() in (2, 3):
-        want = (query.shape[length], key.shape[length])
-        if attn_mask.shape[-2:] != want and attn_mask.shape[-2:] == (query.shape[batch], key.shape[batch]):
-            rule = f"end in (L, S) = {want}{_layout_hint(module)}"
-            raise invalid(_NAME, "attn_mask", rule, tuple(attn_mask.shape), **shapes)

@@ -39,6 +39,7 @@ class ProjectedAttention(nn.Module):
     embed_dim: int
     kdim: int
     vdim: int
+    torch_names: bool = True  # in state_dict() while split; `headwise.layers.own_names` turns it off
     bias_k: nn.Parameter | None
     bias_v: nn.Parameter | None
 
@@ -77,7 +78,7 @@ class ProjectedAttention(nn.Module):
             child = self._modules[name]
             if not isinstance(child, nn.Linear) or "weight" not in child._parameters:
                 raise invalid("reset_parameters", name, "be an nn.Linear with its own weight", type(child).__name__)
-        nn.Linear.reset_parameters(self.out_proj)  # draws the bias too, as torch's constructor does
+        self.out_proj.reset_parameters()  # as nn.Linear, but in a Transformer
         if self.out_proj.bias is not None:
             nn.init.zeros_(self.out_proj.bias)
         if self.fused_qkv:
@@ -137,8 +138,9 @@ class ProjectedAttention(nn.Module):
             bias_q, bias_kv = (None, None) if bias is None else bias.split((D, 2 * D))
             k, v = functional.linear(key, weight_kv, bias_kv).chunk(2, dim=-1)
             return functional.linear(query, weight_q, bias_q), k, v
-        weights = [getattr(self, name) for name in WEIGHTS] if weight is None else weight.chunk(3)
-        biases = (None, None, None) if bias is None else bias.chunk(3)
+        # not chunk(3), which would cut a part of these rows somewhere
+        weights = [getattr(self, name) for name in WEIGHTS] if weight is None else weight.split((D, D, D))
+        biases = (None, None, None) if bias is None else bias.split((D, D, D))
         q, k, v = (functional.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
         return q, k, v
 

@@ -41,7 +41,9 @@ _NOISE |= {"__qualname__", "__type_params__"}
 # What torch's attention holds that ours has as a property or class attribute.
 _DROPPED = ("_qkv_same_embed_dim", "dropout", "head_dim")
 _OWN: dict[type[nn.Module], frozenset[str]] = {  # names of attributes and children that ours has and torch's does not
-    MultiheadAttention: frozenset((*CHILDREN, "attn_dropout", "attend", "average_attn_weights", "_warned_of_zero_one")),
+    MultiheadAttention: frozenset(
+        (*CHILDREN, "attn_dropout", "attend", "average_attn_weights", "torch_names", "_warned_of_zero_one")
+    ),
     transformer.TransformerEncoderLayer: frozenset(("linear3",)),
     transformer.TransformerDecoderLayer: frozenset(("linear3",)),
 }
@@ -131,6 +133,8 @@ def plan_layer(function: str, module: nn.Module, path: str, target: type[nn.Modu
 
     def commit() -> None:
         object.__setattr__(module, "__class__", kind)
+        if target is nn.Transformer:
+            layouts.drop_matrix_resets(module)
         if target is nn.TransformerEncoderLayer:
             module.__dict__["activation_relu_or_gelu"] = flag
         else:
@@ -196,7 +200,7 @@ def plan_torch_attention(function: str, module: nn.Module, path: str, *, exchang
     def commit() -> None:
         for name in (*CHILDREN, "attn_dropout", "attend"):
             module._modules.pop(name, None)
-        for name in ("average_attn_weights", "_warned_of_zero_one"):
+        for name in ("average_attn_weights", "_warned_of_zero_one", "torch_names"):
             module.__dict__.pop(name, None)
         for key, hook in list(module._state_dict_hooks.items()):
             if hook is layouts.speak_torch:

@@ -116,7 +116,7 @@ class EncoderBlock(EncoderParts):
         """Attend from each position to all others, then transform each by itself.
 
         Args:
-            x: (B, L, D), or (L, D) unbatched.
+            x: (B, L, D), or (L, D) unbatched, or nested (B, *, D): each sample as if alone, no torch masks.
             key_padding_mask: (B, L), or (L,) unbatched; bool with True = padding, or floating and added.
             attn_mask: as `MultiheadAttention` takes it; bool with True = may not attend, or floating and added.
             is_causal: position l sees positions 0 .. l only, beside all other masks.
@@ -247,8 +247,8 @@ class DecoderBlock(DecoderParts):
         """Attend from each position to the others, then to the memory, then transform each by itself.
 
         Args:
-            x: (B, L, D), or (L, D) unbatched.
-            memory: (B, S, memory_dim), or (S, memory_dim) unbatched: what an encoder returned.
+            x: (B, L, D), or (L, D) unbatched, or nested (B, *, D): each sample as if alone, no torch masks.
+            memory: (B, S, memory_dim), or (S, memory_dim) unbatched: what an encoder returned; nested if x is.
             key_padding_mask: (B, L), or (L,) unbatched; bool with True = padding, or floating and added.
             memory_key_padding_mask: (B, S), or (S,) unbatched; likewise, for the memory.
             attn_mask: of the self-attention, as `MultiheadAttention` takes it.
@@ -323,7 +323,7 @@ class Encoder(nn.Module):
         """Run the blocks one after the other, each with the same masks.
 
         Args:
-            x: (B, L, D), or (L, D) unbatched.
+            x: (B, L, D), or (L, D) unbatched, or nested (B, *, D): each sample as if alone, no torch masks.
             key_padding_mask: as in `EncoderBlock.forward`.
             attn_mask: as there.
             is_causal: as there.
@@ -403,7 +403,7 @@ class Decoder(nn.Module):
         """Run the blocks one after the other, each with the same memory and masks.
 
         Args:
-            x: (B, L, D), or (L, D) unbatched.
+            x: (B, L, D), or (L, D) unbatched, or nested (B, *, D): each sample as if alone, no torch masks.
             memory: as in `DecoderBlock.forward`.
             key_padding_mask: as there.
             memory_key_padding_mask: as there.

@@ -16,6 +16,7 @@ from headwise.core.functional import TURN, TURN_GRAD
 from headwise.core.layouts import is_hooked
 from headwise.core.masks import Mask
 from headwise.core.multihead import Attend, MultiheadAttention
+from headwise.core.nested import Samples, read_samples
 from headwise.core.projections import direct
 from headwise.core.ragged import sequences
 
@@ -96,14 +97,33 @@ def _is_position_wise(block: nn.Module, x: Tensor) -> bool:
         return False
     if type(attention._modules["attn_dropout"]) is not nn.Dropout:  # anything else sees the weights
         return False
-    activation = getattr(block, "activation", None)
-    if not isinstance(activation, nn.Module) and all(activation is not known for known in _FUNCTIONS):
-        return False
-    inside = (module for module in block.modules() if module is not block)
-    if not direct() or not all(_is_known(module) and not is_hooked(module) for module in inside):
+    if not _are_known(block, [module for module in block.modules() if module is not block]):
         return False
     weight: Any = attention.out_proj.weight  # what does not fit is named with the caller's shapes
     return x.shape[-1] == attention.embed_dim and (x.dtype == weight.dtype or autocasts(x.device))
+
+
+def find_samples(block: nn.Module, x: Tensor) -> Samples | None:
+    """A jagged batch as the row that its values are, if all that the block does outside of attention is known.
+
+    A known child does the same to the row, without the detour of a tensor subclass; an unknown one is given x.
+    """
+    if not x.is_nested or x.layout != torch.jagged:
+        return None
+    linear: Any = block._modules["linear1"]
+    others = [child for name, child in block.named_children() if name not in ("self_attn", "multihead_attn")]
+    if not _are_known(block, [module for child in others for module in child.modules()]):
+        return None
+    fits = x.size(-1) == linear.in_features and (x.dtype == linear.weight.dtype or autocasts(x.device))
+    return read_samples(type(block).__name__, "x", x) if fits and x.device == linear.weight.device else None
+
+
+def _are_known(block: nn.Module, inside: list[nn.Module]) -> bool:
+    """Whether the activation and these children treat positions alike, and nobody watches them."""
+    activation = getattr(block, "activation", None)
+    if not isinstance(activation, nn.Module) and all(activation is not known for known in _FUNCTIONS):
+        return False
+    return direct() and all(_is_known(module) and not is_hooked(module) for module in inside)
 
 
 def _is_known(module: nn.Module) -> bool:

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from headwise._checks import invalid, kind_of
+from headwise.core.masks import Mask
 from headwise.core.multihead import MultiheadAttention
+from headwise.core.nested import Samples
 from headwise.layers.feedforward import Activation, FeedForward, Norm, make_norm
-from headwise.layers.packing import find_packing
+from headwise.layers.packing import find_packing, find_samples
 
 
 class BlockParts(FeedForward):
@@ -64,8 +66,10 @@ class EncoderParts(BlockParts):
         """The block. `rows` is the query padding mask, `words` are those of the attention that say something."""
         name, batch_first = type(self).__name__, is_batch_first(self.self_attn)
         check_input(name, self._input_word, x)
-        packing = None
-        if rows is not None:
+        packing = samples = None
+        if rows is None:
+            x, samples = _unwrapped(self, x)
+        else:
             check_rows(name, "query_padding_mask", rows, x, batch_first)
             packing = None if need_weights else find_packing(self, x, rows, words, batch_first)
             if packing is None:
@@ -73,7 +77,7 @@ class EncoderParts(BlockParts):
             else:
                 x, words = packing.pack(x), {**words, "mask": packing.mask, "key_padding_mask": None}
         attend_to = first_norm(name, self.norm1, x) if self.norm_first else x
-        attended, weights = attend(name, self.self_attn, attend_to, attend_to, need_weights, words)
+        attended, weights = attend(name, self.self_attn, attend_to, attend_to, need_weights, words, samples)
         x = x + self.dropout1(attended)
         if self.norm_first:
             x = x + self.dropout2(self._feed_forward(self.norm2(x)))
@@ -82,6 +86,8 @@ class EncoderParts(BlockParts):
             x = self.norm2(x + self.dropout2(self._feed_forward(x)))
         if packing is not None:
             return packing.unpack(x)
+        if samples is not None:
+            x = samples.like(x)
         if rows is None:
             return x if weights is None else (x, weights)
         x = zero_rows(x, rows, batch_first)
@@ -107,24 +113,30 @@ class DecoderParts(BlockParts):
         """The block. `rows` is the query padding mask; the words are those of each attention that say something."""
         name, batch_first = type(self).__name__, is_batch_first(self.self_attn)
         check_input(name, self._input_word, x)
-        if rows is not None:
+        samples = None
+        if rows is None:
+            x, samples = _unwrapped(self, x)
+        else:
             check_rows(name, "query_padding_mask", rows, x, batch_first)
             x = silence(x, rows, words.get("key_padding_mask"), batch_first)
+        extras = (need_weights, memory_words, samples)
         if self.norm_first:
             y = first_norm(name, self.norm1, x)
-            attended, own = attend(name, self.self_attn, y, y, need_weights, words)
+            attended, own = attend(name, self.self_attn, y, y, need_weights, words, samples)
             x = x + self.dropout1(attended)
-            attended, cross = attend(name, self.multihead_attn, self.norm2(x), memory, need_weights, memory_words)
+            attended, cross = attend(name, self.multihead_attn, self.norm2(x), memory, *extras)
             x = x + self.dropout2(attended)
             x = x + self.dropout3(self._feed_forward(self.norm3(x)))
         else:
-            attended, own = attend(name, self.self_attn, x, x, need_weights, words)
+            attended, own = attend(name, self.self_attn, x, x, need_weights, words, samples)
             x = self.norm1(x + self.dropout1(attended))
-            attended, cross = attend(name, self.multihead_attn, x, memory, need_weights, memory_words)
+            attended, cross = attend(name, self.multihead_attn, x, memory, *extras)
             x = self.norm2(x + self.dropout2(attended))
             x = self.norm3(x + self.dropout3(self._feed_forward(x)))
         if rows is not None:
             x = zero_rows(x, rows, batch_first)
+        if samples is not None:
+            x = samples.like(x)
         if own is None or cross is None:
             return x
         if rows is not None:
@@ -146,14 +158,30 @@ def is_batch_first(attention: nn.Module) -> bool:
 _ALWAYS: dict[str, Any] = {"attn_mask": None, "key_padding_mask": None, "is_causal": False}
 
 
+def _unwrapped(block: nn.Module, x: Tensor) -> tuple[Tensor, Samples | None]:
+    """x, or the row that a jagged x is and the way back, where the block's children may see that."""
+    samples = find_samples(block, x)
+    return (x, None) if samples is None else (samples.values, samples)
+
+
 def attend(
-    name: str, attention: nn.Module, x: Tensor, memory: Tensor, need_weights: bool, words: dict[str, Any]
+    name: str,
+    attention: nn.Module,
+    x: Tensor,
+    memory: Tensor,
+    need_weights: bool,
+    words: dict[str, Any],
+    samples: Samples | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Call the attention of block `name` from x to memory; weights only if they were asked for.
+
+    With `samples`, x and the output are the row of what attention sees as a nested tensor.
 
     Raises:
         ValueError: it does not return what it should, or is torch's and got a Mask.
     """
+    if samples is not None:
+        memory, x = (memory, samples.like(x)) if memory is not x else (samples.like(x),) * 2
     if isinstance(attention, (MultiheadAttention, nn.MultiheadAttention)):
         words = {**_ALWAYS, **words}
     if isinstance(attention, nn.MultiheadAttention):
@@ -166,7 +194,7 @@ def attend(
     if need_weights and weights is None:
         kind = type(attention).__name__
         raise invalid(name, "attention", "return weights where need_weights is True", f"None from {kind}")
-    return out, weights if need_weights else None
+    return out if samples is None else out.values(), weights if need_weights else None
 
 
 def _words_for_torch(
@@ -178,6 +206,9 @@ def _words_for_torch(
         raise invalid(name, "mask", cure, words["mask"], x=x)
     if not words.get("is_causal"):
         return words
+    if x.is_nested or memory.is_nested:
+        cure = "be headwise.MultiheadAttention for nested tensors; upgrade() makes it of torch's"
+        raise invalid(name, "attention", cure, type(attention).__name__, x=x, memory=memory)
     dim = -2 if attention.batch_first or x.dim() == 2 else 0
     causal = future(x.shape[dim], memory.shape[dim], x.device)
     return {**words, "is_causal": False, "attn_mask": with_future(name, words.get("attn_mask"), causal)}
@@ -210,8 +241,8 @@ def first_norm(name: str, norm: nn.Module, x: Tensor) -> Tensor:
         weight = getattr(norm, "weight", None)
         if not isinstance(weight, Tensor) or not x.ndim:
             raise
-        if x.shape[-1] != weight.shape[-1]:
-            raise invalid(name, "x", f"be {weight.shape[-1]} wide", x.shape[-1], x=x) from error
+        if x.size(-1) != weight.shape[-1]:
+            raise invalid(name, "x", f"be {weight.shape[-1]} wide", x.size(-1), x=x) from error
         for what in ("dtype", "device"):
             have, want = getattr(x, what), getattr(weight, what)
             if have != want:
@@ -249,11 +280,13 @@ def check_input(name: str, argument: str, x: object) -> None:
 
 
 def check_rows(name: str, argument: str, rows: Tensor, x: Tensor, batch_first: bool) -> None:
-    """Hold that a padding mask of queries is bool and fits x: (B, L), or (L,) unbatched.
+    """Hold that a padding mask of queries is bool and fits x: (B, L), or (L,) unbatched, and x is not nested.
 
     Raises:
         ValueError: it is not.
     """
+    if x.is_nested:
+        raise invalid(name, argument, "be None beside a nested tensor, which holds no padding", kind_of(rows), x=x)
     shape = x.shape[:-1] if batch_first or x.dim() != 3 else torch.Size((x.shape[1], x.shape[0]))
     check_padding(name, argument, rows, shape, x)
 
@@ -285,3 +318,50 @@ def silence(x: Tensor, rows: Tensor, key_padding_mask: object, batch_first: bool
         return x  # nothing, or attention names it
     hidden = key_padding_mask if key_padding_mask.dtype == torch.bool else key_padding_mask == float("-inf")
     return zero_rows(x, rows & hidden, batch_first) if hidden.shape == rows.shape else x  # attention names the shape
+
+
+def told(
+    stack: nn.Module,
+    part: nn.Module,
+    ours: type[nn.Module],
+    words: dict[str, Any],
+    extras: dict[str, Any],
+    x: Tensor,
+    memory: Tensor,
+    batch_first: bool,
+    rows: Tensor | None = None,
+) -> dict[str, Any]:
+    """The words of a call of `part`. What has another forward than ours may know torch's arguments only."""
+    if isinstance(part, ours) and type(part).forward is ours.forward:
+        return {**words, **extras, **given(query_padding_mask=rows)}
+    if extras:
+        name, kind = type(stack).__name__, type(part).__name__
+        rule = "be left out with parts that have another forward than headwise's; upgrade() them"
+        raise invalid(name, ", ".join(extras), rule, kind)
+    return _written_out(stack, words, x, memory, batch_first)
+
+
+def _written_out(
+    stack: nn.Module, words: dict[str, Any], x: Tensor, memory: Tensor, batch_first: bool
+) -> dict[str, Any]:
+    """The words for a layer that is not ours: torch's takes is_causal for a hint, and heeds it in some modes only."""
+    name, dim = type(stack).__name__, -2 if batch_first or x.dim() == 2 else 0
+    words = dict(words)
+    pairs = (
+        ("src_mask", "is_causal", x),
+        ("mask", "is_causal", x),
+        ("tgt_mask", "tgt_is_causal", x),
+        ("memory_mask", "memory_is_causal", memory),
+    )
+    for mask_word, flag, keys in pairs:
+        mask = words.get(mask_word)
+        if isinstance(mask, Mask):
+            rule = "be a tensor for parts that have another forward than headwise's; upgrade() them"
+            raise invalid(name, mask_word, rule, repr(mask))
+        if mask_word in words and words[flag]:
+            if x.is_nested or keys.is_nested:
+                rule = "be False for nested tensors in parts that have another forward than headwise's; upgrade() them"
+                raise invalid(name, flag, rule, True, x=x)
+            words[mask_word] = with_future(name, mask, future(x.shape[dim], keys.shape[dim], x.device))
+            words[flag] = mask is None
+    return words

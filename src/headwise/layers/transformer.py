@@ -10,6 +10,9 @@ What all five have in common, and where torch differs:
   `MultiheadAttention` takes, or a Mask of `headwise.masks` (True may attend).
 - `need_weights=True`, on every one of the five, returns the attention weights of each layer beside the output.
 - Dropout on the attention weights is `self_attn.dropout`, and acts in training.
+- Batch first, input may be nested, (B, *, D): each sample as if it were alone, in train and in eval, to a memory of
+  other lengths too. Output is as the input is, jagged with its offsets. Masks have to be None, or a Mask of positions.
+  torch takes the strided layout only, in an encoder, in eval without gradients.
 
 Axis letters: B batch, D width (`d_model`), H heads (`nhead`), L target or source positions, S source positions.
 """
@@ -23,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwise._checks import invalid, positive
+from headwise._checks import invalid, positive, shape_of
 from headwise.core import layouts
 from headwise.core.masks import Mask
 from headwise.core.multihead import MultiheadAttention
@@ -35,10 +38,9 @@ from headwise.layers.parts import (
     EncoderParts,
     check_input,
     check_rows,
-    future,
     given,
     is_batch_first,
-    with_future,
+    told,
     zero_rows,
 )
 
@@ -373,7 +375,7 @@ class TransformerEncoder(nn.Module):
         words = {"src_mask": mask, "src_key_padding_mask": src_key_padding_mask, "is_causal": bool(is_causal)}
         weights: list[Tensor] = []
         for layer in self.layers:
-            x = layer(x, **_told(self, layer, TransformerEncoderLayer, words, extras, x, x, batch_first, rows))
+            x = layer(x, **told(self, layer, TransformerEncoderLayer, words, extras, x, x, batch_first, rows))
             if need_weights:
                 x, its_weights = x
                 weights.append(its_weights)
@@ -473,10 +475,8 @@ class TransformerDecoder(nn.Module):
         }
         weights: list[_Pair] = []
         for layer in self.layers:
-            told = _told(
-                self, layer, TransformerDecoderLayer, words, extras, x, memory, batch_first, query_padding_mask
-            )
-            x = layer(x, memory, **told)
+            said = told(self, layer, TransformerDecoderLayer, words, extras, x, memory, batch_first, query_padding_mask)
+            x = layer(x, memory, **said)
             if need_weights:
                 x, pair = x
                 weights.append(pair)
@@ -573,6 +573,7 @@ class Transformer(nn.Module):
             custom_decoder = TransformerDecoder(layer, num_decoder_layers, last)
         self.decoder = custom_decoder
         self._reset_parameters()
+        layouts.own_matrix_resets(self)
         self.d_model = d_model
         self.nhead = nhead
         self.batch_first = batch_first
@@ -630,13 +631,13 @@ class Transformer(nn.Module):
             "memory_is_causal": memory_is_causal,
         }
         batch_first = self.batch_first
-        told = _told(self, self.encoder, TransformerEncoder, encoder_words, extras, src, src, batch_first)
-        memory = self.encoder(src, **told)
+        said = told(self, self.encoder, TransformerEncoder, encoder_words, extras, src, src, batch_first)
+        memory = self.encoder(src, **said)
         encoder_weights: list[Tensor] = []
         if need_weights:
             memory, encoder_weights = memory
-        told = _told(self, self.decoder, TransformerDecoder, words, extras, tgt, memory, batch_first)
-        output = self.decoder(tgt, memory, **told)
+        said = told(self, self.decoder, TransformerDecoder, words, extras, tgt, memory, batch_first)
+        output = self.decoder(tgt, memory, **said)
         if not need_weights:
             return output  # type: ignore[no-any-return]
         output, decoder_weights = output
@@ -648,6 +649,14 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """(sz, sz) floating, -inf where the key comes after the query, else 0; `is_causal=True` says it for less."""
         return torch.full((sz, sz), float("-inf"), dtype=dtype, device=device).triu(1)
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters anew, from the constructor's distributions."""
+        for module in reversed(list(self.modules())):
+            reset = getattr(module, "reset_parameters", None)
+            if module is not self and callable(reset):
+                reset()
+        self._reset_parameters()
 
     def _reset_parameters(self) -> None:
         """Xavier uniform for all that has two dimensions, under torch's name, in torch's order and with its numbers."""
@@ -717,56 +726,16 @@ def _torch_would_nest(layer: nn.Module) -> bool:
     )
 
 
-def _told(
-    stack: nn.Module,
-    part: nn.Module,
-    ours: type[nn.Module],
-    words: dict[str, Any],
-    extras: dict[str, Any],
-    x: Tensor,
-    memory: Tensor,
-    batch_first: bool,
-    rows: Tensor | None = None,
-) -> dict[str, Any]:
-    """The words of a call of `part`. What has another forward than ours may know torch's arguments only."""
-    if isinstance(part, ours) and type(part).forward is ours.forward:
-        return {**words, **extras, **given(query_padding_mask=rows)}
-    if extras:
-        name, kind = type(stack).__name__, type(part).__name__
-        rule = "be left out with parts that have another forward than headwise's; upgrade() them"
-        raise invalid(name, ", ".join(extras), rule, kind)
-    return _written_out(stack, words, x, memory, batch_first)
-
-
-def _written_out(
-    stack: nn.Module, words: dict[str, Any], x: Tensor, memory: Tensor, batch_first: bool
-) -> dict[str, Any]:
-    """The words for a layer that is not ours: torch's takes is_causal for a hint, and heeds it in some modes only."""
-    name, dim = type(stack).__name__, -2 if batch_first or x.dim() == 2 else 0
-    words = dict(words)
-    pairs = (
-        ("src_mask", "is_causal", x),
-        ("mask", "is_causal", x),
-        ("tgt_mask", "tgt_is_causal", x),
-        ("memory_mask", "memory_is_causal", memory),
-    )
-    for mask_word, flag, keys in pairs:
-        mask = words.get(mask_word)
-        if isinstance(mask, Mask):
-            rule = "be a tensor for parts that have another forward than headwise's; upgrade() them"
-            raise invalid(name, mask_word, rule, repr(mask))
-        if mask_word in words and words[flag]:
-            words[mask_word] = with_future(name, mask, future(x.shape[dim], keys.shape[dim], x.device))
-            words[flag] = mask is None
-    return words
-
-
 def _check_both(model: Transformer, src: Tensor, tgt: Tensor) -> None:
     for word, x in (("src", src), ("tgt", tgt)):
         check_input("Transformer", word, x)
     batch = 0 if model.batch_first else 1
-    if src.dim() != tgt.dim() or (src.dim() == 3 and src.shape[batch] != tgt.shape[batch]):
-        raise invalid("Transformer", "src and tgt", "have the same batch size", (tuple(src.shape), tuple(tgt.shape)))
-    if src.shape[-1] != model.d_model or tgt.shape[-1] != model.d_model:
-        widths = (src.shape[-1], tgt.shape[-1])
+    if batch and (src.is_nested or tgt.is_nested):
+        rule = "be True for nested tensors, whose first dimension is the batch"
+        raise invalid("Transformer", "batch_first", rule, False)
+    if src.dim() != tgt.dim() or (src.dim() == 3 and src.size(batch) != tgt.size(batch)):
+        shapes = f"({shape_of(src)}, {shape_of(tgt)})"
+        raise invalid("Transformer", "src and tgt", "have the same batch size", shapes)
+    widths = (src.size(-1), tgt.size(-1))
+    if widths != (model.d_model, model.d_model):
         raise invalid("Transformer", "src and tgt", f"be {model.d_model} wide", widths, src=src, tgt=tgt)

@@ -10,12 +10,14 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from headwise._checks import counted, invalid
+from headwise.core.layouts import own_matrix_resets
 from headwise.core.multihead import MultiheadAttention
 from headwise.layers import become
 from headwise.layers.asked import who_asks
@@ -91,6 +93,7 @@ def upgrade(
         else:
             commit = become.plan_layer("upgrade", module, shown, become.TARGETS[base])
         plan.commits.append(commit)
+    plan.commits += [partial(own_matrix_resets, module) for _, module, base in plan.found if base is nn.Transformer]
     return plan.carry_out(optimizer)
 
 
