@@ -39,6 +39,15 @@ def shape_of(tensor: Tensor) -> str:
     return f"({tensor.size(0)}, {'*, ' * (tensor.dim() - 2)}{tensor.size(-1)})" if tensor.dim() > 1 else "nested"
 
 
+def class_of(value: object) -> str:
+    """The class by its whole name where it is not torch's or ours: peft's `Linear` is not torch's."""
+    kind = type(value)
+    known = (
+        kind.__module__.partition(".")[0] in ("builtins", "torch", "headwise") and "quantized" not in kind.__module__
+    )
+    return kind.__qualname__ if known else f"{kind.__module__}.{kind.__qualname__}"
+
+
 def kind_of(value: object) -> str:
     """What came where a tensor belongs: dtype and shape, or the type of something else."""
     if isinstance(value, Tensor) and not value.is_nested:

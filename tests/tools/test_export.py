@@ -61,7 +61,8 @@ def check(model, shapes, strict, tensors_of):
         program = export(model, tensors_of(SIZES[0]), dynamic_shapes=shapes, strict=strict)
         exported = program.module()
         for size in SIZES:
-            agree(exported(*tensors_of(size)), model(*tensors_of(size)))
+            given = tensors_of(size)
+            agree(exported(*given), model(*given))
     names = {str(node.target) for node in program.graph.nodes}
     assert not [name for name in names if "_fwd" in name or "_native_multi_head" in name or "nested" in name]
 

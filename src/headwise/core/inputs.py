@@ -22,13 +22,23 @@ _NAME = "MultiheadAttention"
 Masks = tuple[Tensor | None, Tensor | None, Tensor | None, Mask | None]  # key padding, attention, query padding, ours
 
 
+def cure_for(value: object) -> str:
+    """What to say beside "be a tensor" where torch.fx is tracing."""
+    if not isinstance(value, torch.fx.Proxy):
+        return ""
+    return (
+        "; torch.fx takes torch's modules alone as leaves: trace by a torch.fx.Tracer whose is_leaf_module knows ours"
+    )
+
+
 def check_inputs(
     module: MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, masks: Masks
 ) -> tuple[bool, bool]:
     """Whether the input is batched, and whether masked; raises at what could not be computed or would be wrong."""
     if not (isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)) or value.is_nested:
         kinds = ", ".join(type(given).__name__ for given in (query, key, value))
-        raise invalid(_NAME, "query, key and value", "be tensors, key and value nested both or neither", kinds)
+        rule = f"be tensors, key and value nested both or neither{cure_for(query)}"
+        raise invalid(_NAME, "query, key and value", rule, kinds)
     query_shape = query.shape
     masked = not (masks[0] is None and masks[1] is None and masks[2] is None and masks[3] is None)
     key_shape = query_shape if key is query else key.shape

@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from headwise._checks import invalid
+from headwise._checks import class_of, invalid
 from headwise.core.backends import eager
 from headwise.core.live import Live, stack
 
@@ -229,7 +229,7 @@ def plain_child(function: str, module: Projected, name: str) -> nn.Linear:
     child = module._modules[name]
     width = dict(zip(CHILDREN, (module.embed_dim, module.kdim, module.vdim), strict=True))[name]
     if type(child) is not nn.Linear:
-        raise invalid(function, name, "be exactly an nn.Linear", type(child).__name__)
+        raise invalid(function, name, "be exactly an nn.Linear", class_of(child))
     if is_hooked(child) or child._modules or child._buffers:
         raise invalid(function, name, "carry no hooks, buffers or children", "some; remove them first")
     for parameter in child.parameters():
@@ -286,7 +286,16 @@ def read_as_torch(module: Projected, name: str) -> Any:
         whole = torch.cat(cast("list[Tensor]", tensors))
     except (RuntimeError, NotImplementedError) as error:
         raise AttributeError(f"{name}: the projections cannot be joined: {error}") from error
-    return stack(cast("list[Tensor]", tensors)) if _can_live(tensors) else whole
+    if not eager():
+        return whole
+    if len({cast(Tensor, tensor).dtype for tensor in tensors}) > 1 or hasattr(whole, "to_local"):
+        if part == "bias":
+            return None
+        raise AttributeError(
+            f"{name}: the projections are sharded or of several dtypes: use q_proj.weight and its like"
+        )
+    computed = not all(isinstance(tensor, nn.Parameter) for tensor in tensors)
+    return stack(cast("list[Tensor]", tensors), computed) if _can_live(tensors) else whole
 
 
 def write_as_torch(module: Projected, name: str, value: object) -> None:
@@ -294,9 +303,14 @@ def write_as_torch(module: Projected, name: str, value: object) -> None:
     if isinstance(value, Live) and _stands_for(value, module, name):
         return  # `module.in_proj_weight += x`: written already
     if not isinstance(value, nn.Parameter):
-        raise TypeError(
-            f"{name}: only an nn.Parameter can be assigned while the projections are split; got {type(value).__name__}"
-        )
+        got, cure = type(value).__name__, "fuse_projections() first to replace it by something else"
+        if isinstance(value, Live):
+            got, cure = (
+                "that of another split module",
+                "tie q_proj.weight and its like, or call fuse_projections() on both",
+            )
+        rule = "only an nn.Parameter can be assigned while the projections are split, and is copied into them"
+        raise TypeError(f"{name}: {rule}; got {got}: {cure}")
     part = "bias" if name == "in_proj_bias" else "weight"
     names = (name.removesuffix("_weight"),) if name in WEIGHTS else CHILDREN
     children = [plain_child("__setattr__", module, child) for child in names]
@@ -331,6 +345,8 @@ def speak_torch(module: nn.Module, state_dict: dict[str, Any], prefix: str, loca
         found.append(held)
     if len({len(held) for held in found}) != 1:
         return
+    if len({(value.dtype, value.device) for held in found for value in held.values()}) != 1:
+        return  # joined, they would be copies
     weights = [held["weight"] for held in found]
     spoken = {"in_proj_weight": _spoken(weights)} if one_width(projected) else dict(zip(WEIGHTS, weights, strict=True))
     if "bias" in found[0]:
@@ -349,7 +365,7 @@ def _can_live(parts: Sequence[Any]) -> bool:
 
 def _spoken(parts: list[Tensor]) -> Tensor:
     """Three values of `state_dict()` as one: alive, as each of them is."""
-    return stack(parts) if _can_live(parts) else torch.cat(parts)
+    return stack(parts) if _can_live(parts) else torch.cat(parts)  # a copy inside compiled code only
 
 
 def spell(
@@ -375,6 +391,10 @@ def spell(
         if not all(name in own for name in target):
             continue  # adapted, quantized or parametrized projections keep their own names
         present = [names for names in (packed, flat, children) if any(prefix + name in state_dict for name in names)]
+        if len(present) > 1 and not module.fused_qkv and _are_own(state_dict, prefix, children, own):
+            for name in children:  # a tool adds what the module holds itself to what it was given
+                del state_dict[prefix + name]
+            present = present[:-1]
         if len(present) > 1:
             both = ", ".join(prefix + name for names in present for name in names if prefix + name in state_dict)
             error_msgs.append(f"one weight is present under two spellings: {both}; keep one of them")
@@ -393,6 +413,18 @@ def spell(
             if not wrong:
                 fallback.update(_respelled(present[0], came, [prefix + name for name in target], assign))
         state_dict.update(fallback)
+
+
+def _are_own(state_dict: dict[str, Any], prefix: str, names: list[str], own: dict[str, nn.Parameter]) -> bool:
+    """Whether all these values are the module's own memory, so that loading them would change nothing."""
+
+    def is_own(name: str) -> bool:
+        value: Any = state_dict.get(prefix + name)
+        if not is_plain(value) or value.device.type == "meta":
+            return value is own[name]
+        return bool(value.data_ptr() == own[name].data_ptr() and value.shape == own[name].shape)
+
+    return all(map(is_own, names))
 
 
 def _misfits(

@@ -26,10 +26,12 @@ class Home(NamedTuple):
     Attributes:
         memory: (rows, ...), the parts stacked.
         parts: Parameters, or what `state_dict()` hands out of them, detached.
+        computed: the parts are computed afresh at each reading, so that there is nothing to write to.
     """
 
     memory: Tensor
     parts: tuple[Tensor, ...]
+    computed: bool = False
 
     def read(self) -> None:
         """Fetch what the parts hold now. Always: fused optimizers change numbers without counting a version."""
@@ -118,11 +120,13 @@ class Live(torch.Tensor):
 
     @property
     def grad(self) -> Tensor | None:
-        """The projections' gradients stacked, alive too; None while any has none."""
+        """The projections' gradients stacked, alive too, 0 for one that has none; None while none has any."""
         if not self._is_whole():
             return super().grad
-        grads = [part.grad for part in self.home.parts]
-        return None if any(grad is None for grad in grads) else stack(cast("list[Tensor]", grads))
+        parts = self.home.parts
+        if all(part.grad is None for part in parts):
+            return None
+        return stack([torch.zeros_like(part) if part.grad is None else part.grad for part in parts])
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
@@ -158,16 +162,30 @@ class Live(torch.Tensor):
 
     def register_hook(self, hook: Any) -> Any:
         """Raises TypeError where no gradient would arrive."""
+        self._check_hook()
+        return super().register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        """Raises TypeError where no gradient would arrive."""
+        self._check_hook()
+        return super().register_post_accumulate_grad_hook(hook)
+
+    def _check_hook(self) -> None:
         if self._is_whole():
             raise TypeError(
                 "in_proj_weight and in_proj_bias are stacked afresh at each reading while the projections are split, "
                 "so a hook would see no gradient: hook q_proj.weight and its like, or call fuse_projections()"
             )
-        return super().register_hook(hook)
 
     def _is_whole(self) -> bool:
         """Whether it stands for Parameters, and is no part or view of them."""
         return self.home.are_parameters() and self.shape == self.home.memory.shape and self.storage_offset() == 0
+
+    def share_memory_(self) -> Tensor:
+        """Move the parts' memory to where other processes see it."""
+        for part in self.home.parts:
+            part.share_memory_()
+        return cast(Tensor, super().share_memory_())
 
     def apply_(self, function: Any) -> Any:
         """Raises RuntimeError: torch does not show this one to a subclass."""
@@ -209,13 +227,13 @@ class Live(torch.Tensor):
         swap_tensors(self, nn.Parameter(self._current().clone(), requires_grad=self.requires_grad))
 
 
-def stack(parts: Sequence[Tensor]) -> Tensor:
+def stack(parts: Sequence[Tensor], computed: bool = False) -> Tensor:
     """`Live` tensors of one width, dtype and device; differentiable where gradients are recorded for them."""
     recorded = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(recorded):  # the first alone would switch it on
         whole = torch.cat(list(parts))
         made: Live = whole.as_subclass(Live)
-        made.home = Home(whole.detach(), tuple(parts))
+        made.home = Home(whole.detach(), tuple(parts), computed)
     return made
 
 
@@ -242,6 +260,11 @@ def _check_write(func: Any, given: Iterator[Live] | Any) -> None:
     name = func._schema.name.partition("::")[2]
     if name in _NEW_MEMORY:
         raise RuntimeError(f"{name} on stacked projections would reach none of them: change q_proj, k_proj and v_proj")
+    if any(value.home.computed for value in given):
+        raise RuntimeError(
+            "in_proj_weight and in_proj_bias are computed from parametrized or pruned projections: write to what those "
+            "compute from, such as q_proj.parametrizations or q_proj.weight_orig"
+        )
     if torch.is_grad_enabled() and any(value.requires_grad and not value.is_leaf for value in given):
         raise RuntimeError("in_proj_weight and in_proj_bias require grad: write to them under torch.no_grad()")
 

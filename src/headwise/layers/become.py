@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import parametrize
 
-from headwise._checks import invalid
+from headwise._checks import class_of, invalid
 from headwise.core import layouts
 from headwise.core.layouts import CHILDREN, TORCH_NAMES, WEIGHTS
 from headwise.core.multihead import Attend, MultiheadAttention
@@ -315,6 +315,9 @@ def _check_options(function: str, module: MultiheadAttention, path: str) -> None
         where = f"{path}.{name}"
         if child is None or type(child) is not kind:
             raise invalid(function, where, f"be a plain {kind.__name__}: torch has no such child", type(child).__name__)
+        if getattr(child, "shards", 1) != 1:
+            rule = "not be sharded: load the whole state_dict into a model of one process, and downgrade that"
+            raise invalid(function, path, rule, f"an attention over {child.shards} processes")
         if layouts.is_hooked(child):
             raise invalid(function, where, "carry no hooks: torch has no such child; remove them first", "some")
     assert drop is not None
@@ -323,8 +326,8 @@ def _check_options(function: str, module: MultiheadAttention, path: str) -> None
         raise invalid(function, f"{path}.attn_dropout", rule, drop.training)
     out = module._modules.get("out_proj")
     if not isinstance(out, nn.Linear) or not _is_what_it_holds(out) or layouts.is_hooked(out):
-        rule = "be an nn.Linear without hooks or adapters: torch reads its weight and never calls it"
-        raise invalid(function, f"{path}.out_proj", rule, type(out).__name__)
+        rule = "be an nn.Linear without hooks or adapters (merge these first): torch reads its weight, never calls it"
+        raise invalid(function, f"{path}.out_proj", rule, class_of(out))
 
 
 def _is_what_it_holds(module: nn.Module | None) -> bool:

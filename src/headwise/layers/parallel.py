@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from headwise._checks import invalid
+from headwise._checks import class_of, invalid
 from headwise.core.layouts import CHILDREN, is_plain
 from headwise.core.lowering import Size
 from headwise.core.masks import Given, Mask
@@ -166,11 +166,11 @@ def _check_attention(name: str, attention: MultiheadAttention) -> None:
 
 
 def _check_linear(name: str, child: nn.Module) -> None:
-    kind, parameters = type(child).__name__, list(child.parameters())
+    kind, parameters = class_of(child), list(child.parameters())
     if any(hasattr(parameter, "to_local") for parameter in parameters):
         raise invalid("tp_plan", name, "not be sharded yet; shard by tp_plan before all else", f"{kind} of DTensors")
     if type(child) is not nn.Linear or "forward" in child.__dict__ or child._modules:
-        raise invalid("tp_plan", name, "be exactly an nn.Linear; adapt or quantize it afterwards, or merge first", kind)
+        raise invalid("tp_plan", name, "be exactly an nn.Linear; merge adapters first", kind)
     plain = set(child._parameters) == {"weight", "bias"} and all(map(is_plain, parameters))
     if not plain or child._buffers:
         held = ", ".join([*child._parameters, *child._buffers])

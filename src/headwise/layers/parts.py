@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise._checks import invalid, kind_of
+from headwise.core.inputs import cure_for
 from headwise.core.masks import Mask
 from headwise.core.multihead import MultiheadAttention
 from headwise.core.nested import Samples
@@ -276,7 +277,7 @@ def check_input(name: str, argument: str, x: object) -> None:
         ValueError: it is not.
     """
     if not isinstance(x, Tensor) or x.dim() not in (2, 3):
-        raise invalid(name, argument, "be a tensor, 3-D, or 2-D for one sample", kind_of(x))
+        raise invalid(name, argument, f"be a tensor, 3-D, or 2-D for one sample{cure_for(x)}", kind_of(x))
 
 
 def check_rows(name: str, argument: str, rows: Tensor, x: Tensor, batch_first: bool) -> None:

@@ -207,12 +207,62 @@ def test_in_inference_mode() -> None:
     assert torch.equal(held(module, "in_proj_weight"), want)
 
 
-def test_mixed_dtypes_are_joined_as_before() -> None:
+def test_projections_of_several_dtypes_keep_their_names() -> None:
+    """Joined they would be copies."""
     module = made()
     module.k_proj.double()
-    value = module.state_dict()["in_proj_weight"]
-    assert type(value) is Tensor
-    assert value.dtype == torch.float64
+    values = module.state_dict()
+    assert "q_proj.weight" in values
+    assert "in_proj_weight" not in values
+    assert not hasattr(module, "in_proj_weight")
+    assert module.in_proj_bias is None
+    values["k_proj.weight"].zero_()
+    assert not module.k_proj.weight.any()
+    made().load_state_dict(values)
+
+
+def test_pruned_projections_can_be_read_and_not_written() -> None:
+    module = made()
+    torch.nn.utils.prune.l1_unstructured(module.q_proj, "weight", 0.5)
+    want = held(module, "in_proj_weight")
+    whole = module.in_proj_weight
+    assert torch.equal(whole, want)
+    whole.square().sum().backward()
+    assert module.q_proj.weight_orig.grad.any()
+    with torch.no_grad(), pytest.raises(RuntimeError, match="weight_orig"):
+        module.in_proj_weight.zero_()
+    assert torch.equal(held(module, "in_proj_weight"), want)
+
+
+def test_gradient_of_partly_frozen_projections() -> None:
+    module = made()
+    module.q_proj.requires_grad_(False)
+    module(*torch.randn(3, 4, 2, D))[0].square().sum().backward()
+    grad = module.in_proj_weight.grad
+    assert not grad[:D].any()
+    assert torch.equal(grad[D:], torch.cat([module.k_proj.weight.grad, module.v_proj.weight.grad]))
+
+
+def test_shared_memory() -> None:
+    module = made()
+    module.state_dict()["in_proj_weight"].share_memory_()
+    assert module.q_proj.weight.is_shared()
+    assert not module.q_proj.bias.is_shared()
+
+
+def test_a_tool_that_adds_the_modules_own_values() -> None:
+    """As `set_model_state_dict(full_state_dict=True)` does: what was given beside them is loaded."""
+    module, other = made(), made()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(2)
+    given = {**other.state_dict(), **{name: value.detach() for name, value in module.named_parameters()}}
+    given["out_proj.weight"] = other.out_proj.weight
+    module.load_state_dict(given)
+    assert torch.equal(held(module, "in_proj_weight"), held(other, "in_proj_weight"))
+    given["q_proj.weight"] = given["q_proj.weight"].clone()  # now somebody's
+    with pytest.raises(RuntimeError, match="two spellings"):
+        module.load_state_dict(given)
 
 
 def test_kept_variables_are_the_parameters() -> None:

@@ -138,7 +138,7 @@ class Subclass(MultiheadAttention):
             lambda m: m.fuse_projections(),
             "at.0 must have split projections; call split_projections() on it, or upgrade",
         ),
-        (adapted, "at.0.v_proj must be exactly an nn.Linear; adapt or quantize it afterwards, or merge first; got Seq"),
+        (adapted, "at.0.v_proj must be exactly an nn.Linear; merge adapters first; got Seq"),
         (patched, "at.0.q_proj must be exactly an nn.Linear"),
         (lambda m: parametrize.register_parametrization(m.q_proj, "weight", nn.Identity()), "at.0.q_proj must be exac"),
         (lambda m: prune.random_unstructured(m.k_proj, "weight", 0.5), "at.0.k_proj must hold a plain weight and bias"),
