@@ -26,8 +26,8 @@ from headwise.core.backends import (
     softmax_scores,
 )
 from headwise.core.lowering import NOTHING_HIDDEN, Lowered, Size
-from headwise.core.masks import Mask, lower, visible_keys, walk_tensors
-from headwise.core.ragged import lower_to_lengths, with_flag
+from headwise.core.masks import Mask, lower, terms, visible_keys, walk_tensors
+from headwise.core.ragged import Sequences, lower_to_lengths, with_flag
 
 __all__ = ["Explanation", "attention", "attention_weights", "explain"]
 
@@ -233,6 +233,8 @@ def prepare(
         B, H, L, _ = query.shape
         size = Size(B, H, L, key.shape[-2], query.device)
         dtype = _score_dtype(query)
+        if by_sequence is None and any(isinstance(term, Sequences) for term in terms(mask)):
+            by_sequence = True  # whoever said so has settled that it is quicker, and one sample's NaN stays its own
         pair = 2 * size.heads * (query.shape[-1] + value.shape[-1])  # FLOPs of a query and a key
         large = not torch.compiler.is_compiling() and pair * B * L * size.keys >= min(TURN, TURN_GRAD, _WORTH_READING)
         if (large or by_sequence) and readable(query) and all(map(readable, walk_tensors(mask))):

@@ -90,7 +90,8 @@ class Reset:
 
     def __call__(self) -> None:
         child = self.child()
-        assert child is not None
+        if child is None:  # copy.copy shares this object, and what it was made for is gone
+            raise RuntimeError("reset_parameters: this projection is a shallow copy; use copy.deepcopy")
         if self.stacked is None or not self.zero_bias:
             nn.Linear.reset_parameters(child)
         if self.stacked is not None:

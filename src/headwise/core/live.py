@@ -7,6 +7,7 @@ loaders. A copy would lose that without a word; here a write reaches the project
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple, cast
@@ -17,6 +18,7 @@ from torch.autograd.graph import increment_version
 from torch.utils import swap_tensors
 
 _REQUIRES_GRAD: Any = vars(torch._C.TensorBase)["requires_grad"]
+_LOCK = threading.RLock()  # from reading to writing: threads would lose each other's updates
 _NEW_MEMORY = frozenset(("set_", "resize_", "resize_as_", "set_data"))
 
 
@@ -35,7 +37,12 @@ class Home(NamedTuple):
 
     def read(self) -> None:
         """Fetch what the parts hold now. Always: fused optimizers change numbers without counting a version."""
+        pairs = zip(self.parts, self.pieces(self.memory), strict=True)
+        if not self.memory.is_meta and all(torch.equal(part, piece) for part, piece in pairs):
+            return
         torch.cat(self.parts, out=self.memory)
+        if not self.memory.is_inference():
+            increment_version(self.memory)  # a graph that saved it must not go on with other numbers
 
     def write(self) -> None:
         """Hand what was written here to the parts."""
@@ -58,10 +65,11 @@ class Live(torch.Tensor):
     Made of Parameters it can be differentiated, and then it reads what they held when it was made. Its `grad`,
     `requires_grad` and `data` are theirs too. Views of it are alive; copies, and what is saved or pickled, are ordinary
     tensors. As an `nn.Parameter` it is an ordinary one with memory of its own. What writes past torch, through
-    `untyped_storage()` or `data_ptr()`, is not seen.
+    `untyped_storage()` or `data_ptr()`, is not seen. Compiled code that names `in_proj_weight` itself reads a copy.
     """
 
     home: Home
+    whole = False
 
     @classmethod
     def __torch_function__(
@@ -77,19 +85,22 @@ class Live(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         given = {id(value): value for value in _flatten((*args, *kwargs.values())) if isinstance(value, Live)}
-        written = func._schema.is_mutable or func.namespace != "aten"
+        written = _written(func, args, kwargs)
         if written:
-            _check_write(func, given.values())
+            _check_write(func, written.values(), (*args, *kwargs.values()))
         homes = {_storage(value): value.home for value in given.values()}
-        for value in given.values():
-            if written or not value.requires_grad:
-                value.home.read()
-        plain = {key: value._plain() for key, value in given.items()}
-        result = func(*_replace(args, plain), **_replace(kwargs, plain))
-        if written:
+        with _LOCK:
+            for key, value in given.items():
+                if key in written or not value.requires_grad:
+                    value.home.read()
+            plain = {key: value._plain() for key, value in given.items()}
+            result = func(*_replace(args, plain), **_replace(kwargs, plain))
             if func.namespace == "c10d":
                 _wait(result)
-            for home in homes.values():
+            for key, value in written.items():
+                if plain[key].shape != value.shape:
+                    raise RuntimeError(f"out= must have the shape {tuple(plain[key].shape)}; got {tuple(value.shape)}")
+            for home in {_storage(value): value.home for value in written.values()}.values():
                 home.write()
         alive = {id(plain[key]): value for key, value in given.items()}
         return _enliven(result, alive, homes)
@@ -179,7 +190,7 @@ class Live(torch.Tensor):
 
     def _is_whole(self) -> bool:
         """Whether it stands for Parameters, and is no part or view of them."""
-        return self.home.are_parameters() and self.shape == self.home.memory.shape and self.storage_offset() == 0
+        return self.whole and self.home.are_parameters()
 
     def share_memory_(self) -> Tensor:
         """Move the parts' memory to where other processes see it."""
@@ -192,6 +203,11 @@ class Live(torch.Tensor):
         raise RuntimeError(
             "apply_ on stacked projections would reach none of them: use those of q_proj, k_proj, v_proj"
         )
+
+    def data_ptr(self) -> int:
+        """Of memory that holds what the projections hold now."""
+        self._current()
+        return super().data_ptr()
 
     def numpy(self, *, force: bool = False) -> Any:
         """A read-only array: a write to it would not be seen."""
@@ -233,7 +249,7 @@ def stack(parts: Sequence[Tensor], computed: bool = False) -> Tensor:
     with torch.inference_mode(False), torch.set_grad_enabled(recorded):  # the first alone would switch it on
         whole = torch.cat(list(parts))
         made: Live = whole.as_subclass(Live)
-        made.home = Home(whole.detach(), tuple(parts), computed)
+        made.home, made.whole = Home(whole.detach(), tuple(parts), computed), True
     return made
 
 
@@ -251,22 +267,42 @@ def _view(home: Home, plain: Tensor) -> Live:
     return made
 
 
-def _check_write(func: Any, given: Iterator[Live] | Any) -> None:
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[int, Live]:
+    """What an operator writes to; of collectives, which do not say, all."""
+    if func.namespace == "c10d":
+        found = [*args, *kwargs.values()]
+    elif func._schema.is_mutable:
+        named = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+        aliases = {argument.name for argument in func._schema.arguments if argument.is_write}
+        found = [value for name, value in named.items() if name in aliases]
+    else:
+        return {}
+    return {id(value): value for value in _flatten(found) if isinstance(value, Live)}
+
+
+def _check_write(func: Any, written: Any, given: tuple[Any, ...]) -> None:
     """Hold that a write is one that can reach the projections.
 
     Raises:
         RuntimeError: it is recorded by autograd, as torch has it for Parameters, or would change the memory.
     """
     name = func._schema.name.partition("::")[2]
-    if name in _NEW_MEMORY:
+    if name in _NEW_MEMORY or (torch.Tag.inplace_view in func.tags and name != "detach_"):
         raise RuntimeError(f"{name} on stacked projections would reach none of them: change q_proj, k_proj and v_proj")
-    if any(value.home.computed for value in given):
+    if any(value.home.computed for value in written):
         raise RuntimeError(
             "in_proj_weight and in_proj_bias are computed from parametrized or pruned projections: write to what those "
             "compute from, such as q_proj.parametrizations or q_proj.weight_orig"
         )
-    if torch.is_grad_enabled() and any(value.requires_grad and not value.is_leaf for value in given):
-        raise RuntimeError("in_proj_weight and in_proj_bias require grad: write to them under torch.no_grad()")
+    if torch.is_grad_enabled():
+        recorded = any(value.requires_grad and not value.is_leaf for value in written)
+        sources = [v for v in _flatten(given) if isinstance(v, Tensor) and not isinstance(v, Live) and v.requires_grad]
+        if recorded or (sources and any(value.home.are_parameters() for value in written)):
+            raise RuntimeError("in_proj_weight and in_proj_bias require grad: write to them under torch.no_grad()")
+    homes = {_storage(value): value.home for value in written}.values()
+    parts = [id(part) for home in homes for part in {id(part): part for part in home.parts}.values()]
+    if len(set(parts)) < len(parts):
+        raise RuntimeError("one operation writes to the same projections twice: stack them once")
 
 
 def _storage(tensor: Tensor) -> int:

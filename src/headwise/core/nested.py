@@ -102,10 +102,16 @@ def attend_nested(
     q_BHLK, k_BHSK, v_BHSK = module._project(*given, module.head_dim, batch_first=True)
     check_shards(module, q_BHLK, k_BHSK, v_BHSK, need_weights)
     more = module.add_zero_attn or module.bias_k is not None
-    apart = not (need_weights or more or drops[1] is not None) and _one_by_one(
-        q_BHLK, k_BHSK, v_BHSK, query, key, mask, drops[0]
+    apart = not (need_weights or more or drops[1] is not None) and _is_worth(
+        q_BHLK, k_BHSK, v_BHSK, query, key, drops[0]
     )
-    places = None
+    places, weights = None, None
+    if apart and mask is not None and not (is_flag(mask) and query.lengths == key.lengths):
+        # it speaks of positions in a sample, not in the row
+        heads = q_BHLK.split(query.lengths, 2), k_BHSK.split(key.lengths, 2), v_BHSK.split(key.lengths, 2)
+        parts = [module.attend(q, k, v, mask, *drops)[0] for q, k, v in zip(*heads, strict=True)]
+        out_PD = module.out_proj(torch.cat(parts, dim=2).transpose(1, 2).flatten(2)).squeeze(0)
+        return query.like(out_PD), None
     if apart:
         own = sequences(query.lengths, key.lengths)
         mask = own if mask is None else own & mask
@@ -140,12 +146,10 @@ def _pad(heads_1HPK: Tensor, row: Samples, places: Tensor | None) -> Tensor:
     return heads_PHK.view(B, L, H, K).transpose(1, 2)
 
 
-def _one_by_one(
-    q_1HPK: Tensor, k: Tensor, v: Tensor, query: Samples, key: Samples, mask: Mask | None, dropout: float
-) -> bool:
-    """Whether attention runs on the row, sequence by sequence: what is no position costs more than a loop would."""
-    if not readable(q_1HPK) or not (mask is None or (is_flag(mask) and query.lengths == key.lengths)):
-        return False  # the flag speaks of positions in the row
+def _is_worth(q_1HPK: Tensor, k: Tensor, v: Tensor, query: Samples, key: Samples, dropout: float) -> bool:
+    """Whether attention runs sequence by sequence: what is no position costs more than a loop would."""
+    if not readable(q_1HPK):
+        return False
     B = len(query.lengths)
     padded = B * query.longest * key.longest
     saved = padded - sum(queries * keys for queries, keys in zip(query.lengths, key.lengths, strict=True))

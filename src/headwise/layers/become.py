@@ -133,7 +133,7 @@ def plan_layer(function: str, module: nn.Module, path: str, target: type[nn.Modu
 
     def commit() -> None:
         object.__setattr__(module, "__class__", kind)
-        if target is nn.Transformer:
+        if target not in TARGETS.values():
             layouts.drop_matrix_resets(module)
         if target is nn.TransformerEncoderLayer:
             module.__dict__["activation_relu_or_gelu"] = flag

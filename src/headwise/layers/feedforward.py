@@ -62,6 +62,12 @@ class FeedForward(nn.Module):
         return out_BLD
 
 
+def are_ours(block: nn.Module, *methods: str) -> bool:
+    """Whether these methods are as headwise wrote them, not a subclass's and not set on the object."""
+    kind = type(block)
+    return all(name not in vars(block) and getattr(kind, name).__module__.startswith("headwise.") for name in methods)
+
+
 def check_dropout(block: type[FeedForward], dropout: float) -> None:
     """Refuse what is no probability: torch's Dropout takes NaN, and others have the inner width in its place."""
     if not 0.0 <= dropout <= 1.0:

@@ -19,6 +19,7 @@ from headwise.core.multihead import Attend, MultiheadAttention
 from headwise.core.nested import Samples, read_samples
 from headwise.core.projections import direct
 from headwise.core.ragged import sequences
+from headwise.layers.feedforward import are_ours
 
 # What treats each position by itself, so that it makes no difference how positions are arranged
 _POSITION_WISE = frozenset(
@@ -104,11 +105,11 @@ def _is_position_wise(block: nn.Module, x: Tensor) -> bool:
 
 
 def find_samples(block: nn.Module, x: Tensor) -> Samples | None:
-    """A jagged batch as the row that its values are, if all that the block does outside of attention is known.
+    """A nested batch as the row of its samples, if all that the block does outside of attention is known.
 
     A known child does the same to the row, without the detour of a tensor subclass; an unknown one is given x.
     """
-    if not x.is_nested or x.layout != torch.jagged:
+    if not x.is_nested:
         return None
     linear: Any = block._modules["linear1"]
     others = [child for name, child in block.named_children() if name not in ("self_attn", "multihead_attn")]
@@ -122,6 +123,8 @@ def _are_known(block: nn.Module, inside: list[nn.Module]) -> bool:
     """Whether the activation and these children treat positions alike, and nobody watches them."""
     activation = getattr(block, "activation", None)
     if not isinstance(activation, nn.Module) and all(activation is not known for known in _FUNCTIONS):
+        return False
+    if not are_ours(block, "_feed_forward"):
         return False
     return direct() and all(_is_known(module) and not is_hooked(module) for module in inside)
 

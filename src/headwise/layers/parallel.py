@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headwise._checks import class_of, invalid
-from headwise.core.layouts import CHILDREN, is_plain
+from headwise.core.layouts import CHILDREN, is_hooked, is_plain
 from headwise.core.lowering import Size
 from headwise.core.masks import Given, Mask
 from headwise.core.multihead import Attend, MultiheadAttention
-from headwise.layers.feedforward import FeedForward
+from headwise.layers.feedforward import FeedForward, are_ours
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -141,7 +141,10 @@ def _is_torchs(module: nn.Module) -> bool:
 def _is_elementwise(block: FeedForward) -> bool:
     """Whether the block's feed-forward is ours, and nothing between its linears looks at more than one number."""
     activation = block.activation
-    if type(block)._feed_forward is not FeedForward._feed_forward or type(block.dropout) is not nn.Dropout:
+    methods = [name for name in ("forward", "_encode", "_decode", "_feed_forward") if hasattr(block, name)]
+    if not are_ours(block, *methods) or type(block.dropout) is not nn.Dropout:
+        return False
+    if isinstance(activation, nn.Module) and is_hooked(activation):
         return False
     return type(activation) in _MODULES or any(activation is known for known in _FUNCTIONS)
 
@@ -152,6 +155,7 @@ def _check_attention(name: str, attention: MultiheadAttention) -> None:
         rule = "have split projections; call split_projections() on it, or upgrade(model, fused_qkv=False)"
         raise invalid("tp_plan", shown, rule, "a fused in_proj_weight, whose rows are not in the order of heads")
     changed = [step for step in _STEPS if getattr(type(attention), step) is not getattr(MultiheadAttention, step)]
+    changed += ["forward" for module in (attention, attention.attend) if "forward" in vars(module)]
     if changed or type(attention.attend) is not Attend:
         what = f"{type(attention).__name__}.{changed[0]}" if changed else f"attend {type(attention.attend).__name__}"
         raise invalid("tp_plan", shown, "compute what MultiheadAttention does; write the plan of what differs", what)

@@ -14,7 +14,7 @@ from headwise._checks import invalid, kind_of
 from headwise.core.inputs import cure_for
 from headwise.core.masks import Mask
 from headwise.core.multihead import MultiheadAttention
-from headwise.core.nested import Samples
+from headwise.core.nested import Samples, read_samples
 from headwise.layers.feedforward import Activation, FeedForward, Norm, make_norm
 from headwise.layers.packing import find_packing, find_samples
 
@@ -195,7 +195,7 @@ def attend(
     if need_weights and weights is None:
         kind = type(attention).__name__
         raise invalid(name, "attention", "return weights where need_weights is True", f"None from {kind}")
-    return out if samples is None else out.values(), weights if need_weights else None
+    return out if samples is None else read_samples(name, "attention", out).values, weights if need_weights else None
 
 
 def _words_for_torch(

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -304,3 +305,137 @@ def test_own_names() -> None:
 def test_own_names_of_nothing(model: Any) -> None:
     with pytest.raises(ValueError, match="own_names: model must"):
         own_names(model)
+
+
+# --- One operation, two readings ------------------------------------------------------------------------------------
+
+READS = {
+    "a part into another": lambda w: w()[:D].copy_(w()[D : 2 * D]),
+    "times itself": lambda w: w().mul_(w()),
+    "data plus data": lambda w: w().data.add_(w().data),
+    "out": lambda w: torch.add(w(), w(), out=w()),
+    "foreach": lambda w: torch._foreach_add_([w()], [w()]),
+    "lerp": lambda w: w().lerp_(w() * 3, 0.5),
+}
+
+
+@pytest.mark.parametrize("how", READS.values(), ids=list(READS))
+@pytest.mark.parametrize("source", ["attribute", "state_dict"])
+def test_what_is_only_read_is_not_written_back(how: Callable[[Callable[[], Tensor]], object], source: str) -> None:
+    ours, theirs = made(), made(fused=True)
+    theirs.load_state_dict(ours.state_dict())
+    for module in (ours, theirs):
+        with torch.no_grad():
+            if source == "attribute":
+                how(lambda module=module: module.in_proj_weight)
+            else:
+                how(lambda module=module: module.state_dict()["in_proj_weight"])
+    assert torch.equal(held(ours, "in_proj_weight"), theirs.in_proj_weight)
+
+
+def test_a_write_to_a_projection_from_the_whole() -> None:
+    module = made()
+    with torch.no_grad():
+        module.q_proj.weight.copy_(module.in_proj_weight[D : 2 * D])
+    assert torch.equal(module.q_proj.weight, module.k_proj.weight)
+
+
+def test_reading_is_no_change_to_autograd() -> None:
+    module, average = made(), torch.zeros(3 * D, D)
+    x = torch.randn(4, 2, D, requires_grad=True)
+    out, _ = module(x, x, x)
+    with torch.no_grad():
+        average.lerp_(module.in_proj_weight, 0.5)
+        made().load_state_dict(module.state_dict())
+    out.sum().backward()
+    assert module.q_proj.weight.grad is not None
+
+
+def test_copies_freeze_nothing() -> None:
+    module = made()
+    nn.Parameter(module.in_proj_weight, requires_grad=False)
+    assert not module.in_proj_weight.detach().requires_grad_(False).requires_grad
+    module.in_proj_weight.square().sum().backward()
+    copied = module.in_proj_weight.detach()
+    assert copied.grad is None
+    copied.grad = None
+    assert all(parameter.requires_grad for parameter in module.parameters())
+    assert module.q_proj.weight.grad is not None
+    leaf = module.requires_grad_(False).in_proj_weight.detach().requires_grad_()
+    leaf.sum().backward()
+    assert torch.equal(leaf.grad, torch.ones(3 * D, D))
+    assert not module.q_proj.weight.requires_grad
+
+
+REFUSED = {
+    "transpose_": lambda w: w.transpose_(0, 1),
+    "t_": lambda w: w.t_(),
+    "squeeze_": lambda w: w.squeeze_(0),
+    "unsqueeze_": lambda w: w.unsqueeze_(0),
+    "as_strided_": lambda w: w.as_strided_((2, 2), (1, 1)),
+    "out= too small": lambda w: torch.add(torch.ones(3, D), 1, out=w),
+    "set_": lambda w: w.set_(torch.zeros(3 * D, D)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+@pytest.mark.parametrize("write", REFUSED.values(), ids=list(REFUSED))
+def test_what_would_change_the_tensor_and_not_the_module(write: Callable[[Tensor], object]) -> None:
+    module = made()
+    before = held(module, "in_proj_weight")
+    with torch.no_grad(), pytest.raises(RuntimeError, match=r"stacked projections|must have the shape"):
+        write(module.in_proj_weight)
+    assert torch.equal(held(module, "in_proj_weight"), before)
+
+
+def test_one_operation_on_the_same_projections_twice() -> None:
+    one, other = made(), made()
+    other.k_proj = one.k_proj
+    before = held(one, "in_proj_weight")
+    with torch.no_grad(), pytest.raises(RuntimeError, match="twice"):
+        torch._foreach_mul_([one.in_proj_weight, other.in_proj_weight], 3.0)
+    assert torch.equal(held(one, "in_proj_weight"), before)
+
+
+def test_a_graph_notices_that_its_numbers_changed() -> None:
+    module = made()
+    whole = module.in_proj_weight
+    penalty = (whole * whole).sum()
+    with torch.no_grad():
+        module.state_dict()["in_proj_weight"].add_(1)
+    whole.detach().sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        penalty.backward()
+
+
+def test_a_frozen_module_written_from_a_graph() -> None:
+    module = made().requires_grad_(False)
+    with pytest.raises(RuntimeError, match="no_grad"):
+        module.in_proj_weight.copy_(torch.randn(3 * D, D, requires_grad=True))
+
+
+def test_safetensors_of_values_kept_over_a_step() -> None:
+    from safetensors.torch import load, save
+
+    module = made()
+    values = module.state_dict()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(2)
+    saved = load(save(values))
+    for name, value in module.state_dict().items():
+        assert torch.equal(saved[name], value.clone()), name
+
+
+def test_threads() -> None:
+    module = made()
+    with torch.no_grad():
+        module.in_proj_weight.zero_()
+
+    def add(row: int) -> None:
+        for _ in range(50):
+            module.state_dict()["in_proj_weight"][row].add_(1)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(add, range(4)))
+    assert held(module, "in_proj_weight")[:4].eq(50).all()

@@ -64,16 +64,8 @@ def check(module: Any, query: Any, key: Any, value: Any = None, **words: Any) ->
 
 @pytest.fixture(params=[True, False], ids=["one by one", "padded"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Each of the two ways, whatever would be quicker; what cannot go one by one stays padded."""
-    chosen = nested._one_by_one
-
-    def forced(q: Tensor, k: Tensor, v: Tensor, query: Any, key: Any, mask: Any, dropout: float) -> bool:
-        if not request.param:
-            return False
-        chosen(q, k, v, query, key, mask, dropout)
-        return mask is None or (masks.is_flag(mask) and query.lengths == key.lengths)
-
-    monkeypatch.setattr(nested, "_one_by_one", forced)
+    """Each of the two ways, whatever would be quicker."""
+    monkeypatch.setattr(nested, "_is_worth", lambda *_: request.param)
     return bool(request.param)
 
 
@@ -376,3 +368,47 @@ def test_refusals_of_layers() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             call()
+
+
+@pytest.mark.parametrize("lengths", [(400, 3, 5, 2), (700, 1), (3, 2)])
+@pytest.mark.parametrize("words", [{}, {"is_causal": True}, {"mask": masks.window(2, 1)}], ids=["", "causal", "window"])
+def test_nan_in_one_sample_stays_there(lengths: tuple[int, ...], words: dict[str, Any]) -> None:
+    module = attention()
+    samples = [torch.randn(length, D, dtype=torch.float64) for length in lengths]
+    samples[1][0] = torch.nan
+    x = torch.nested.as_nested_tensor(samples, layout=torch.jagged)
+    out, _ = module(x, x, x, need_weights=False, **words)
+    assert [bool(sample.isnan().any()) for sample in out.unbind()] == [index == 1 for index in range(len(lengths))]
+
+
+def test_masks_of_positions_in_an_uneven_batch() -> None:
+    """Sample by sample, where padding would cost more."""
+    module = attention().eval()
+    x, y = jagged((900, 1, 1, 3)), jagged((700, 2, 1, 4), seed=3)
+    for key, words in ((x, {"mask": masks.window(3, 1)}), (y, {"is_causal": True})):
+        out, _ = module(x, key, key, need_weights=False, **words)
+        for q, k, mine in zip(x.unbind(), key.unbind(), out.unbind(), strict=True):
+            want, _ = module(q, k, k, need_weights=False, **words)
+            torch.testing.assert_close(mine, want, **FLOAT64)
+
+
+def test_a_subclass_with_a_feed_forward_of_its_own_sees_samples() -> None:
+    class Centered(headwise.EncoderBlock):
+        def _feed_forward(self, x: Tensor) -> Tensor:
+            return super()._feed_forward(x - x.mean(dim=-1, keepdim=True)) if not x.is_nested else x
+
+    block = Centered(D, H).double().eval()
+    out = block(jagged(QUERIES))
+    plain = headwise.EncoderBlock(D, H).double().eval()
+    plain.load_state_dict(block.state_dict())
+    assert not torch.allclose(out.values(), plain(jagged(QUERIES)).values())  # it was given the nested tensor
+
+
+@pytest.mark.parametrize("options", [{"norm": "rmsnorm"}, {"bias": False}, {"activation": nn.SiLU()}], ids=str)
+def test_strided_batches_in_blocks(options: dict[str, Any]) -> None:
+    block = headwise.EncoderBlock(D, H, **options).double().eval()
+    x = strided(jagged(QUERIES))
+    out = block(x)
+    assert out.layout == torch.strided
+    for sample, mine in zip(x.unbind(), out.unbind(), strict=True):
+        torch.testing.assert_close(mine, block(sample), **FLOAT64)

@@ -855,3 +855,14 @@ def test_another_default_device(padded: Callable[..., Any], products: list[int])
             got = run(module, x, SOME)
         assert_close(got, want, **TOL)
         assert set(products) == {real(SOME)}
+
+
+@pytest.mark.parametrize("lengths", [(300, 3, 5, 2), (100, 8), (60, 5, 7, 3)])
+def test_nan_in_one_sample_stays_there(lengths: tuple[int, ...]) -> None:
+    """Also where the batch is packed, and a dense mask over the row would let it through."""
+    model = EncoderBlock(64, 2).eval()
+    rows = torch.arange(max(lengths)) >= torch.tensor(lengths)[:, None]
+    x = torch.randn(len(lengths), max(lengths), 64)
+    x[1, 0] = math.nan
+    out = model(x, key_padding_mask=rows, query_padding_mask=rows)
+    assert [bool(sample.isnan().any()) for sample in out] == [index == 1 for index in range(len(lengths))]

@@ -238,3 +238,36 @@ def test_half_of_a_packed_projection_by_hand_raises(call: str, pieces: int) -> N
     inputs = {"self": (x, x, x), "memory": (x, y, y), "apart": (x, y, z)}[call]
     with pytest.raises(RuntimeError, match=r"split|invalid for input"):
         model(*inputs, need_weights=False)
+
+
+class Cumulative(EncoderBlock):
+    """Looks across the inner width, which one process has a part of."""
+
+    def forward(self, x: Tensor, **_: Any) -> Tensor:
+        return self.linear2(self.linear1(x).cumsum(-1))
+
+
+def hooked() -> nn.Module:
+    block = EncoderBlock(D, H, activation=nn.SiLU())
+    block.activation.register_forward_hook(lambda _, __, out: out / out.norm(dim=-1, keepdim=True))
+    return block
+
+
+def replaced() -> nn.Module:
+    block = EncoderBlock(D, H)
+    block._feed_forward = lambda x: x
+    return block
+
+
+@pytest.mark.parametrize("make", [lambda: Cumulative(D, H), hooked, replaced], ids=["subclass", "hook", "replaced"])
+def test_a_feed_forward_that_was_changed_stays_whole(make: Any) -> None:
+    assert list(tp_plan(make())) == names("self_attn")
+
+
+@pytest.mark.parametrize("where", ["", "attend"])
+def test_a_replaced_forward_is_refused(where: str) -> None:
+    attention = MultiheadAttention(D, H)
+    part = attention.get_submodule(where)
+    part.forward = part.forward
+    with pytest.raises(ValueError, match="forward"):
+        tp_plan(attention)

@@ -783,3 +783,19 @@ def test_what_the_code_around_asks_for_by_class_stays(kind):
 def test_a_class_that_is_asked_for_at_set_up_is_no_obstacle():
     model = upgrade(AsksAtSetUp())
     assert type(model.attn) is headwise.MultiheadAttention
+
+
+@pytest.mark.parametrize("part", ["", "encoder", "decoder.layers.0"])
+def test_downgrading_a_part_leaves_nothing_of_ours(part):
+    model = headwise.upgrade(nn.Transformer(D, H, 1, 1, M, batch_first=True))
+    theirs = headwise.downgrade(model.get_submodule(part))
+    assert b"headwise" not in pickle.dumps(theirs)
+    reset = theirs.get_submodule({"": "encoder.layers.0.", "encoder": "layers.0."}.get(part, "") + "linear1")
+    assert "reset_parameters" not in vars(reset)
+
+
+def test_a_shallow_copy_of_a_projection_does_not_reset_what_is_gone():
+    copied = copy.copy(headwise.MultiheadAttention(D, H).out_proj)
+    gc.collect()
+    with pytest.raises(RuntimeError, match="shallow copy"):
+        copied.reset_parameters()
