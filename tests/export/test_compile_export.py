@@ -49,6 +49,7 @@ CALLS: dict[str, Callable[[MultiheadAttention, Tensor, Tensor], tuple[Tensor, Te
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "train", "fused"),
     [
@@ -190,6 +191,7 @@ class Cross(nn.Module):
         return self.attention(query, memory, memory, attn_mask=attn_mask, need_weights=False)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strict", "train", "options"),
     [

@@ -67,6 +67,7 @@ def test_the_samples():
         assert weights.isfinite().all(), name
 
 
+@pytest.mark.slow
 @layouts
 @trainings
 @dtypes

@@ -139,6 +139,7 @@ def gradients(module):
     return found
 
 
+@pytest.mark.slow
 @kinds
 def test_the_samples(kind):
     """How many there are, that a few of them show every option, and that torch's have no NaN."""
@@ -155,6 +156,7 @@ def test_the_samples(kind):
         assert {one.masks.get(mask) is None for one in few} == {True, False}, mask
 
 
+@pytest.mark.slow
 @layouts
 @trainings
 @dtypes
@@ -208,6 +210,7 @@ def test_gradients_are_torchs(kind, training, fused_qkv):
             same(mine[name], want, 1e-10, f"{sample.name}: {name}")
 
 
+@pytest.mark.slow
 @layouts
 @pytest.mark.parametrize(("kind", "order"), ORDERS)
 def test_gradients_numerically(kind, order, fused_qkv):
@@ -325,6 +328,7 @@ def test_moves_between_dtypes(kind, dtype, fused_qkv):
             module(*sample.inputs, **sample.masks)
 
 
+@pytest.mark.slow
 @layouts
 @kinds
 def test_moves_to_meta_and_back(kind, fused_qkv):

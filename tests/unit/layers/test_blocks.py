@@ -854,6 +854,7 @@ def test_autocast(norm_first: bool, training: bool) -> None:
         assert all(p.grad is not None and p.grad.isfinite().all() for p in block.parameters())
 
 
+@pytest.mark.slow
 def test_compile_of_many_lengths() -> None:
     """A stack: one graph for all sizes, no break; the eager numbers, whatever padding holds."""
     module, counter = stack(layers=1), Counter()
@@ -876,6 +877,7 @@ class Padded(nn.Module):
         return self.inner(x, key_padding_mask=padding, query_padding_mask=padding, **self.words)
 
 
+@pytest.mark.slow
 def test_export() -> None:
     """A stack of one block, with dynamic sizes."""
     model = Padded(stack(layers=1, norm_first=False), need_weights=True, is_causal=True).eval()

@@ -96,6 +96,7 @@ def refused(function, model, optimizer, match, **kwargs):
     assert kinds == [(type(m), list(m._modules), list(m._parameters)) for m in model.modules()]
 
 
+@pytest.mark.slow
 @each_optimizer
 @pytest.mark.parametrize("before", [0, 5])
 def test_training_goes_on_as_it_would_have(name, before):

@@ -801,6 +801,7 @@ def test_autocast(training: bool) -> None:
         assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_compile_of_many_lengths() -> None:
     """One graph for all sizes, no break, and the eager numbers."""
     model = series(num_layers=1, pooling="max", **_stride_of("strided"))

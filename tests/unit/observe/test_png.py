@@ -163,6 +163,7 @@ LAYOUTS: dict[str, Callable[[], AttentionMap]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_png_nothing_overlaps(name: str, tmp_path: Path) -> None:
     pixels, axes = draw(LAYOUTS[name](), tmp_path / "a.png")
