@@ -51,9 +51,10 @@ build/tools.stamp: requirements-tools.txt $(VENV)/base.stamp
 	$(PIP) install -q --no-deps --target build/tools -r $<
 	@touch $@
 
-# Torch's layers may fail there: docs/tools.md says how, and must say what this run finds.
+# Torch's layers may fail there: docs/tools.md says how, and must say what this run finds. tests/tools is named beside tests
+# so that pytest reads its conftest before it hands the tests to workers.
 test-tools: $(VENV)/dev.stamp build/tools.stamp  ## Other people's tools (peft, ONNX, FSDP ...) on torch's layers and ours (110 MB to download)
-	PYTHONPATH=build/tools OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -r fE -m tools tests $(ARGS)
+	PYTHONPATH=build/tools OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -r fE -m tools tests/tools tests $(ARGS)
 	$(if $(ARGS),,PYTHONPATH=build/tools $(BIN)/python -m tests.tools.page --check)
 
 tools-page: $(VENV)/dev.stamp build/tools.stamp  ## Write docs/tools.md anew from the last run of make test-tools

@@ -155,6 +155,26 @@ SUBJECTS = {
     )
 }
 
+
+def arguments(subject: Subject) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """Inputs in float64, and the padding mask."""
+    inputs = tuple(tensor.double() for tensor in subject.inputs())
+    return inputs, subject.hide(inputs)
+
+
+def run(subject: Subject, model: Any, inputs: tuple[Tensor, ...], words: dict[str, Tensor]) -> Tensor:
+    """What is real of the output: at padding a stack of ours gives what torch's gives in eval."""
+    out = subject.call(model, *inputs, **words)
+    if subject.name == "TransformerEncoder":
+        out = out.masked_fill(words["src_key_padding_mask"][..., None], 0)
+    return out
+
+
+def loss_of(out: Tensor) -> Tensor:
+    """Of bounded slope, so that the deepest model does not run away."""
+    return nn.functional.huber_loss(out, torch.zeros_like(out))
+
+
 each_subject = pytest.mark.parametrize("subject", SUBJECTS.values(), ids=list(SUBJECTS))
 each_side = pytest.mark.parametrize("side", SIDES)
 split_side = pytest.mark.parametrize("side", ["torch", "split"])  # where the tool looks for nn.Linear

@@ -8,7 +8,7 @@ import peft
 import pytest
 import torch
 from tests.parity.pair import same
-from tests.tools.subjects import each_mode, each_subject, split_side
+from tests.tools.subjects import arguments, each_mode, each_subject, loss_of, run, split_side
 from torch import nn
 from torch.func import functional_call
 
@@ -81,24 +81,6 @@ def merged_by_hand(stock, pairs):
         else:
             found[f"{place}.weight"] = found[f"{place}.weight"] + delta
     return found
-
-
-def arguments(subject):
-    inputs = tuple(tensor.double() for tensor in subject.inputs())
-    return inputs, subject.hide(inputs)
-
-
-def run(subject, model, inputs, words):
-    """What is real of the output: at padding a stack of ours gives what torch's gives in eval."""
-    out = subject.call(model, *inputs, **words)
-    if subject.name == "TransformerEncoder":
-        out = out.masked_fill(words["src_key_padding_mask"][..., None], 0)
-    return out
-
-
-def loss_of(out):
-    """Of bounded slope, so that the deepest model does not run away."""
-    return nn.functional.huber_loss(out, torch.zeros_like(out))
 
 
 def reference(subject, pairs, inputs, words):

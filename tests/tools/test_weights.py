@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.parity.pair import same
-from tests.tools.subjects import each_subject
+from tests.tools.subjects import arguments, each_subject, loss_of, run
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -163,24 +163,6 @@ def overridden(stock, found, made):
             torch.cat([parts[attention, weight] for weight in SPLIT[:3]]) if packed is None else packed
         )
     return replaced
-
-
-def arguments(subject):
-    inputs = tuple(tensor.double() for tensor in subject.inputs())
-    return inputs, subject.hide(inputs)
-
-
-def run(subject, model, inputs, words):
-    """What is real of the output: at padding a stack of ours gives what torch's gives in eval."""
-    out = subject.call(model, *inputs, **words)
-    if subject.name == "TransformerEncoder":
-        out = out.masked_fill(words["src_key_padding_mask"][..., None], 0)
-    return out
-
-
-def loss_of(out):
-    """Of bounded slope, so that the deepest model does not run away."""
-    return nn.functional.huber_loss(out, torch.zeros_like(out))
 
 
 TWICE = "the second step goes through the first one's graph"
