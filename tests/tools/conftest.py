@@ -21,7 +21,8 @@ _said: list[str] = []
 
 def pytest_ignore_collect(config: pytest.Config) -> bool | None:
     """The packages are there for `-m tools` alone, and to import them takes a while."""
-    return True if "not tools" in config.option.markexpr else None
+    asked = config.option.markexpr
+    return None if "tools" in asked and "not tools" not in asked else True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
