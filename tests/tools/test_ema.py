@@ -103,12 +103,9 @@ def ultralytics(ema, model):
             value += (1 - DECAY) * msd[name].detach()
 
 
-def kept_values(ema, model, _kept={}):  # noqa: B006
+def kept_values(ema, model):
     """The values taken once, written ever after."""
-    if ema not in _kept:
-        _kept.clear()
-        _kept[ema] = (ema.state_dict(), model.state_dict())
-    theirs, ours = _kept[ema]
+    theirs, ours = vars(ema).setdefault("kept", (ema.state_dict(), model.state_dict()))
     for name, value in theirs.items():
         value.mul_(DECAY).add_(ours[name], alpha=1 - DECAY)
 

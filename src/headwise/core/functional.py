@@ -241,9 +241,8 @@ def prepare(
             if pair * B >= _WORTH_AN_ENTRY and pair * B * L * size.keys >= _WORTH_READING:
                 mask = with_flag(mask, size)
             if by_sequence is not False and drop is None and softcap is None and sink is None:
-                # with dropout the same choice with and without gradients: recomputation has to draw the same numbers
-                recorded = dropout > 0 or needs_grad(Request(query, key, value, NOTHING_HIDDEN))
-                lengths = _lengths(mask, size, pair, 0.0 if by_sequence else TURN_GRAD if recorded else TURN)
+                turn = 0.0 if by_sequence else cost_of_turn(query, key, value, dropout)
+                lengths = _lengths(mask, size, pair, turn)
                 if lengths is not None:
                     return Request(query, key, value, lengths, scale, dropout, grouped=grouped)
         lowered = lower(mask, size, dtype)
@@ -251,6 +250,15 @@ def prepare(
         if keys is not None and not _harmless(query, key, value, dtype, scale):
             key, value = _silence(keys, key, value)
     return Request(query, key, value, lowered, scale, dropout, drop, softcap, sink, grouped)
+
+
+def cost_of_turn(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> float:
+    """FLOPs that take as long as one turn of a loop over sequences.
+
+    With dropout alike with and without gradients: recomputation has to choose the same and draw the same numbers.
+    """
+    recorded = dropout > 0 or needs_grad(Request(query, key, value, NOTHING_HIDDEN))
+    return TURN_GRAD if recorded else TURN
 
 
 def _lengths(mask: Mask, size: Size, pair: int, turn: float) -> Lowered | None:

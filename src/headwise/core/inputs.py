@@ -12,7 +12,7 @@ from torch import Tensor
 
 from headwise._checks import invalid
 from headwise.core.backends import autocasts
-from headwise.core.layouts import CHILDREN
+from headwise.core.layouts import CHILDREN, is_sharded
 from headwise.core.masks import Mask
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def check_shards(
     if heads[0] == heads[1] == heads[2] == module.num_heads:
         return
     weights = [getattr(module._modules.get(name), "weight", None) for name in CHILDREN]
-    if not any(hasattr(weight, "to_local") for weight in weights):
+    if not any(map(is_sharded, weights)):
         return
     if len(set(heads)) > 1:
         rule = f"be sharded alike, all or none of {', '.join(CHILDREN)}; headwise.layers.tp_plan does"

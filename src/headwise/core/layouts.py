@@ -65,6 +65,11 @@ def is_plain(tensor: object) -> bool:
     return type(tensor) in (Tensor, nn.Parameter) and type(cast(Tensor, tensor).data) is Tensor
 
 
+def is_sharded(tensor: object) -> bool:
+    """Whether it is a DTensor, asked without loading torch.distributed."""
+    return hasattr(tensor, "to_local")
+
+
 def is_hooked(module: nn.Module) -> bool:
     """Whether calling the module does more than its class says."""
     state = module.__dict__
@@ -263,7 +268,7 @@ def _parts(parameter: nn.Parameter) -> list[nn.Parameter]:
 
 
 def read_as_torch(module: Projected, name: str) -> Any:
-    """A torch name while split: None where torch has None, the child's own weight, or the read-only whole.
+    """A torch name while split: None where torch has None, the child's own weight, or the three as one (`live.py`).
 
     `in_proj_bias` is None too where it cannot be joined (adapted or quantized children): torch's encoder layers ask
     whether it is None, in eval, before they call their attention.
@@ -283,20 +288,21 @@ def read_as_torch(module: Projected, name: str) -> Any:
         raise AttributeError(
             f"{name}: the projections ({kinds}) do not hold a weight {shape} each that could be joined"
         )
+    if _can_live(tensors):
+        # of pruned or parametrized projections the weight is no Parameter, and a write would reach nothing
+        computed = not all(isinstance(tensor, nn.Parameter) for tensor in tensors)
+        return stack(cast("list[Tensor]", tensors), computed)
     try:
         whole = torch.cat(cast("list[Tensor]", tensors))
     except (RuntimeError, NotImplementedError) as error:
         raise AttributeError(f"{name}: the projections cannot be joined: {error}") from error
-    if not eager():
-        return whole
-    if len({cast(Tensor, tensor).dtype for tensor in tensors}) > 1 or hasattr(whole, "to_local"):
+    if eager() and (is_sharded(whole) or len({cast(Tensor, tensor).dtype for tensor in tensors}) > 1):
         if part == "bias":
             return None
         raise AttributeError(
             f"{name}: the projections are sharded or of several dtypes: use q_proj.weight and its like"
         )
-    computed = not all(isinstance(tensor, nn.Parameter) for tensor in tensors)
-    return stack(cast("list[Tensor]", tensors), computed) if _can_live(tensors) else whole
+    return whole
 
 
 def write_as_torch(module: Projected, name: str, value: object) -> None:
@@ -366,7 +372,7 @@ def _can_live(parts: Sequence[Any]) -> bool:
 
 def _spoken(parts: list[Tensor]) -> Tensor:
     """Three values of `state_dict()` as one: alive, as each of them is."""
-    return stack(parts) if _can_live(parts) else torch.cat(parts)  # a copy inside compiled code only
+    return stack(parts) if eager() else torch.cat(parts)
 
 
 def spell(

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.utils import swap_tensors
 
-_REQUIRES_GRAD: Any = vars(torch._C.TensorBase)["requires_grad"]
 _LOCK = threading.RLock()  # from reading to writing: threads would lose each other's updates
 _NEW_MEMORY = frozenset(("set_", "resize_", "resize_as_", "set_data"))
 
@@ -79,6 +78,7 @@ class Live(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
+    # torch's annotations know this one as an ordinary method
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -142,7 +142,7 @@ class Live(torch.Tensor):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if not self._is_whole():
-            vars(torch._C.TensorBase)["grad"].__set__(self, value)
+            vars(torch._C.TensorBase)["grad"].__set__(self, value)  # what super() cannot assign to
             return
         if value is not None and value.shape != self.shape:
             raise ValueError(f"grad must have the shape {tuple(self.shape)}; got {tuple(value.shape)}")
@@ -153,7 +153,7 @@ class Live(torch.Tensor):
     @property
     def requires_grad(self) -> bool:
         """Whether a gradient flows from here."""
-        return cast(bool, _REQUIRES_GRAD.__get__(self))
+        return super().requires_grad
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -228,6 +228,7 @@ class Live(torch.Tensor):
         memo[id(self)] = copied = copy.deepcopy(self._current(), memo)
         return copied
 
+    # mypy compares it with torch's decorated one, and finds the same signature different
     def __repr__(self, *, tensor_contents: Any = None) -> Any:  # type: ignore[override]
         return repr(self._current())
 
@@ -255,7 +256,9 @@ def stack(parts: Sequence[Tensor], computed: bool = False) -> Tensor:
 
 def _share(live: Live) -> Any:
     """For another process: what torch's Parameters are there, memory of both."""
-    return (stack, (live.home.parts,)) if live.shape == live.home.memory.shape else live.__reduce_ex__(2)
+    memory = live.home.memory
+    is_all = live.shape == memory.shape and live.stride() == memory.stride()
+    return (stack, (live.home.parts,)) if is_all else live.__reduce_ex__(2)
 
 
 ForkingPickler.register(Live, _share)

@@ -16,7 +16,7 @@ from headwise._checks import invalid, positive
 from headwise.core.backends import PLAIN, choose, readable, run_unmasked
 from headwise.core.functional import prepare
 from headwise.core.inputs import Masks, check_inputs, check_shards, wrong_kind
-from headwise.core.layouts import is_hooked
+from headwise.core.layouts import is_hooked, is_sharded
 from headwise.core.lowering import Size
 from headwise.core.masks import Mask, appended, read_torch, visible_keys
 from headwise.core.nested import attend_nested
@@ -301,7 +301,7 @@ class MultiheadAttention(ProjectedAttention):
 
 def _here(bias: Tensor) -> Tensor:
     """What this process holds of a tensor that may be sharded."""
-    return cast(Tensor, bias.to_local()) if hasattr(bias, "to_local") else bias
+    return cast(Tensor, cast(Any, bias).to_local()) if is_sharded(bias) else bias
 
 
 def _probability(value: float) -> float:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from headwise._checks import invalid, kind_of
 from headwise.core.backends import readable
-from headwise.core.functional import TURN, TURN_GRAD
+from headwise.core.functional import cost_of_turn
 from headwise.core.inputs import Masks, check_shards
 from headwise.core.masks import Mask, causal, is_flag, padding
 from headwise.core.ragged import sequences
@@ -101,21 +101,10 @@ def attend_nested(
     given = rows_1PD[id(query)], rows_1PD[id(key)], rows_1PD[id(value)]
     q_BHLK, k_BHSK, v_BHSK = module._project(*given, module.head_dim, batch_first=True)
     check_shards(module, q_BHLK, k_BHSK, v_BHSK, need_weights)
-    more = module.add_zero_attn or module.bias_k is not None
-    apart = not (need_weights or more or drops[1] is not None) and _is_worth(
-        q_BHLK, k_BHSK, v_BHSK, query, key, drops[0]
-    )
+    # the weights, and what sees or outlasts the row, want samples beside each other
+    padded = need_weights or module.add_zero_attn or module.bias_k is not None or drops[1] is not None
     places, weights = None, None
-    if apart and mask is not None and not (is_flag(mask) and query.lengths == key.lengths):
-        # it speaks of positions in a sample, not in the row
-        heads = q_BHLK.split(query.lengths, 2), k_BHSK.split(key.lengths, 2), v_BHSK.split(key.lengths, 2)
-        parts = [module.attend(q, k, v, mask, *drops)[0] for q, k, v in zip(*heads, strict=True)]
-        out_PD = module.out_proj(torch.cat(parts, dim=2).transpose(1, 2).flatten(2)).squeeze(0)
-        return query.like(out_PD), None
-    if apart:
-        own = sequences(query.lengths, key.lengths)
-        mask = own if mask is None else own & mask
-    else:
+    if padded or not _is_worth(q_BHLK, k_BHSK, v_BHSK, query, key, drops[0]):
         places = query.places()
         key_places = places if key is query else key.places()
         q_BHLK = _pad(q_BHLK, query, places)
@@ -123,9 +112,14 @@ def attend_nested(
         if key_places is not None:
             real = padding(torch.tensor(key.lengths, device=key.values.device))
             mask = real if mask is None else mask & real
-        if more:
-            k_BHSK, v_BHSK, mask = module._append(k_BHSK, v_BHSK, mask)
-    out, weights = module.attend(q_BHLK, k_BHSK, v_BHSK, mask, *drops, need_weights, average_attn_weights)
+        k_BHSK, v_BHSK, mask = module._append(k_BHSK, v_BHSK, mask)
+        out, weights = module.attend(q_BHLK, k_BHSK, v_BHSK, mask, *drops, need_weights, average_attn_weights)
+    elif mask is None or (is_flag(mask) and query.lengths == key.lengths):
+        own = sequences(query.lengths, key.lengths)
+        out, _ = module.attend(q_BHLK, k_BHSK, v_BHSK, own if mask is None else own & mask, *drops)
+    else:  # it speaks of positions in a sample, not in the row
+        heads = q_BHLK.split(query.lengths, 2), k_BHSK.split(key.lengths, 2), v_BHSK.split(key.lengths, 2)
+        out = torch.cat([module.attend(q, k, v, mask, *drops)[0] for q, k, v in zip(*heads, strict=True)], dim=2)
     out_PD = out.transpose(1, 2).flatten(2).flatten(0, 1)
     if places is not None:
         out_PD = out_PD.index_select(0, places)
@@ -153,9 +147,8 @@ def _is_worth(q_1HPK: Tensor, k: Tensor, v: Tensor, query: Samples, key: Samples
     B = len(query.lengths)
     padded = B * query.longest * key.longest
     saved = padded - sum(queries * keys for queries, keys in zip(query.lengths, key.lengths, strict=True))
-    recorded = dropout > 0 or (torch.is_grad_enabled() and (q_1HPK.requires_grad or k.requires_grad or v.requires_grad))
     pair = 2 * q_1HPK.shape[1] * (q_1HPK.shape[-1] + v.shape[-1])  # FLOPs of a query and a key
-    return pair * saved >= (TURN_GRAD if recorded else TURN) * max(B, 1)
+    return pair * saved >= cost_of_turn(q_1HPK, k, v, dropout) * max(B, 1)
 
 
 def _settle(module: MultiheadAttention, inputs: _Three, masks: tuple[Any, ...], is_causal: bool) -> Mask | None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headwise._checks import class_of, invalid
-from headwise.core.layouts import CHILDREN, is_hooked, is_plain
+from headwise.core.layouts import CHILDREN, is_hooked, is_plain, is_sharded
 from headwise.core.lowering import Size
 from headwise.core.masks import Given, Mask
 from headwise.core.multihead import Attend, MultiheadAttention
@@ -88,7 +88,9 @@ def tp_plan(model: nn.Module) -> dict[str, ParallelStyle]:
         raise invalid("tp_plan", "model", "be a module", type(model).__name__)
     parts = [part for name, module in model.named_modules() for part in _parts(name, module)]
     if not parts:
-        theirs = [f"{name or 'the model'} ({type(m).__name__})" for name, m in model.named_modules() if _is_torchs(m)]
+        theirs = [
+            f"{name or 'the model'} ({type(m).__name__})" for name, m in model.named_modules() if isinstance(m, _TORCHS)
+        ]
         found = ", ".join(theirs) or "no attention and no feed-forward that it knows"
         raise invalid("tp_plan", "model", "hold layers of headwise's; call upgrade(model) first", found)
     _check_owners(model, parts)
@@ -134,10 +136,6 @@ def _parts(name: str, module: nn.Module) -> list[_Part]:
     return parts
 
 
-def _is_torchs(module: nn.Module) -> bool:
-    return isinstance(module, _TORCHS) and not isinstance(module, (MultiheadAttention, FeedForward))
-
-
 def _is_elementwise(block: FeedForward) -> bool:
     """Whether the block's feed-forward is ours, and nothing between its linears looks at more than one number."""
     activation = block.activation
@@ -171,7 +169,7 @@ def _check_attention(name: str, attention: MultiheadAttention) -> None:
 
 def _check_linear(name: str, child: nn.Module) -> None:
     kind, parameters = class_of(child), list(child.parameters())
-    if any(hasattr(parameter, "to_local") for parameter in parameters):
+    if any(map(is_sharded, parameters)):
         raise invalid("tp_plan", name, "not be sharded yet; shard by tp_plan before all else", f"{kind} of DTensors")
     if type(child) is not nn.Linear or "forward" in child.__dict__ or child._modules:
         raise invalid("tp_plan", name, "be exactly an nn.Linear; merge adapters first", kind)

@@ -652,10 +652,8 @@ class Transformer(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw all parameters anew, from the constructor's distributions."""
-        for module in reversed(list(self.modules())):
-            reset = getattr(module, "reset_parameters", None)
-            if module is not self and callable(reset):
-                reset()
+        for child in self.children():
+            _draw_anew(child)
         self._reset_parameters()
 
     def _reset_parameters(self) -> None:
@@ -701,11 +699,16 @@ def _copies(stack: nn.Module, layer: nn.Module, number: int, independent_init: b
         raise invalid(name, "the layer", rule, kind)
     copies = nn.ModuleList(copy.deepcopy(layer) for _ in range(positive(name, "num_layers", number)))
     if independent_init:
-        for module in reversed(list(copies.modules())):  # a parent may undo what its children draw
-            reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-            if reset is not None:
-                reset()
+        _draw_anew(copies)
     return copies
+
+
+def _draw_anew(module: nn.Module) -> None:
+    """Reset all that is in a module, children first: a parent may undo what its children draw."""
+    for part in reversed(list(module.modules())):
+        reset = getattr(part, "reset_parameters", None) or getattr(part, "_reset_parameters", None)
+        if reset is not None:
+            reset()
 
 
 def _torch_would_nest(layer: nn.Module) -> bool:

@@ -172,7 +172,7 @@ def test_gradients(way: bool) -> None:
         query = torch.nested.nested_tensor_from_jagged(values, offsets)
         key = torch.nested.nested_tensor_from_jagged(key_values, key_offsets)
         out: Any = query + module(query, key, key, need_weights=False)[0]
-        return out.values()  # type: ignore[no-any-return]
+        return out.values()
 
     inputs = [torch.randn(number, D, dtype=torch.float64, requires_grad=True) for number in (5, 7)]
     assert torch.autograd.gradcheck(of, inputs, fast_mode=True)
@@ -256,7 +256,7 @@ def test_blocks(kind: str, change: str) -> None:
         want_block.load_state_dict(block.state_dict())
         for module in want_block.modules():
             if isinstance(module, Scale):
-                module.forward = lambda x: x * 0.5  # type: ignore[method-assign]  # dense too
+                module.forward = lambda x: x * 0.5  # dense too
     else:
         want_block = block
     samples = zip(*(given.unbind() for given in alone), strict=True)

@@ -172,7 +172,7 @@ def test_a_model_without_layers_of_ours() -> None:
     with pytest.raises(ValueError, match="hold layers of headwise's"):
         tp_plan(nn.Linear(D, D))
     with pytest.raises(ValueError, match="must be a module; got dict"):
-        tp_plan({})  # type: ignore[arg-type]
+        tp_plan({})
 
 
 def drawn(*shape: int, seed: int = 1) -> Tensor:
@@ -184,10 +184,10 @@ MASKS: dict[str, masks.Mask] = {
     "each head": masks.dense(drawn(B, H, L, S) > 0),
     "all heads": masks.dense(drawn(B, 1, L, S) > 0),
     "a bias of each": masks.bias(drawn(1, H, 1, S)) & masks.causal(),
-    "torch's": masks.from_torch(drawn(B * H, L, S) > 0, drawn(B, S) > 1, True),  # type: ignore[dict-item]
-    "a sample's": masks.from_torch(drawn(B, L, S)),  # type: ignore[dict-item]
+    "torch's": masks.from_torch(drawn(B * H, L, S) > 0, drawn(B, S) > 1, True),
+    "a sample's": masks.from_torch(drawn(B, L, S)),
     "either": masks.dense(drawn(1, H, L, S) > 0) | ~masks.dense(drawn(B, 1, 1, S, seed=2) > 0),
-    "appended": masks.appended(masks.dense(drawn(B, H, 1, S - 1) > 0), 1),  # type: ignore[dict-item]
+    "appended": masks.appended(masks.dense(drawn(B, H, 1, S - 1) > 0), 1),
 }
 
 
