@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import io
+import weakref
 
 import ema_pytorch
 import pytest
@@ -103,9 +104,12 @@ def ultralytics(ema, model):
             value += (1 - DECAY) * msd[name].detach()
 
 
+VALUES = weakref.WeakKeyDictionary()  # no attribute of the average, which its copies would take along
+
+
 def kept_values(ema, model):
     """The values taken once, written ever after."""
-    theirs, ours = vars(ema).setdefault("kept", (ema.state_dict(), model.state_dict()))
+    theirs, ours = VALUES.setdefault(ema, (ema.state_dict(), model.state_dict()))
     for name, value in theirs.items():
         value.mul_(DECAY).add_(ours[name], alpha=1 - DECAY)
 
