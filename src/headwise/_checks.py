@@ -55,6 +55,11 @@ def kind_of(value: object) -> str:
     return "a nested tensor" if isinstance(value, Tensor) else type(value).__name__
 
 
+def is_number(value: object) -> bool:
+    """Whether it is an int or a float; a bool is none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def positive(function: str, argument: str, value: object) -> int:
     """An int of at least 1, numpy's included.
 

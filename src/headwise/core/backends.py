@@ -9,9 +9,10 @@ exported or vmapped call has one path.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,13 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.utils._python_dispatch import _len_torch_dispatch_stack
 
-from headwise.core.lowering import NOTHING_HIDDEN, Lowered, Size
+from headwise._checks import invalid
+from headwise.core.algebra import learned
+from headwise.core.blockwise import BLOCK, Options
+from headwise.core.lowering import NOTHING_HIDDEN, Lowered, Size, flagged_pairs
+from headwise.core.tiles import HAS_FUSED, Call, Tiled, again, widened
+from headwise.core.twice import private, teach
+from headwise.core.varlen import VARLEN
 
 
 class Request(NamedTuple):
@@ -61,6 +68,10 @@ class Backend(Protocol):
         """Reasons why it cannot run this request; empty where it can."""
         ...
 
+    def cost(self, request: Request) -> tuple[float, int]:
+        """FLOPs of the forward pass, and bytes that it holds at once beside inputs and output, about."""
+        ...
+
     def run(self, request: Request) -> Tensor:
         """(B, H, L, V). Rows that see no key are 0, with gradient 0."""
         ...
@@ -89,9 +100,30 @@ def autocasts(device: torch.device) -> bool:
 
 def choose(request: Request) -> Backend:
     """The backend for a request: torch's SDPA, or the plain one where SDPA cannot run it or is slower."""
-    if request.mask.ragged is not None:
-        return RAGGED
+    if request.mask.tiling is not None:
+        return TILED
+    if request.mask.sequences is not None:
+        return VARLEN
     return PLAIN if SDPA.why_not(request) or PLAIN.faster(request) else SDPA
+
+
+def named(function: str, name: str | None, request: Request) -> Backend:
+    """The backend of this name, or that of `choose` for None.
+
+    Raises:
+        ValueError: there is no such backend, or it cannot run the request.
+    """
+    if name is None:
+        return choose(request)
+    for backend in BACKENDS:
+        if backend.name == name:
+            reasons = backend.why_not(request)
+            if reasons:
+                rule = f"take this call, and {name} does not: " + "; ".join(reasons)
+                raise invalid(function, "backend", rule, repr(name), query=request.query, key=request.key)
+            return backend
+    known = " or ".join(repr(backend.name) for backend in BACKENDS)
+    raise invalid(function, "backend", f"be {known}, or None to let headwise choose", repr(name))
 
 
 def run_unmasked(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -106,8 +138,17 @@ def run_unmasked(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     out = functional.scaled_dot_product_attention(query, key, value)
     view = out.transpose(1, 2)
     if view.requires_grad:
-        _teach_double_backward(out, (query, key, value, NOTHING_HIDDEN, None), view)
+        teach(out, (query, key, value, NOTHING_HIDDEN, None), _by_formula, view)
     return view
+
+
+def run_step(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """`choose` and `run` of one query without mask, options or gradients: (B, H, 1, K)."""
+    grouped = query.shape[1] != key.shape[1]
+    request = Request(query, key, value, NOTHING_HIDDEN, grouped=grouped)
+    if PLAIN.faster(request):
+        return PLAIN.run(request)
+    return functional.scaled_dot_product_attention(query, key, value, enable_gqa=grouped)
 
 
 class _Plain:
@@ -121,10 +162,36 @@ class _Plain:
     def why_not(self, request: Request) -> list[str]:
         return []
 
-    def faster(self, request: Request) -> bool:
-        """Whether it beats SDPA on a request that both can run."""
+    def cost(self, request: Request) -> tuple[float, int]:
+        scores = math.prod(request.size[:4])
+        width = request.query.shape[-1] + request.value.shape[-1]
+        held = scores * max(4, request.query.element_size()) * (2 if request.dropout > 0 or request.drop else 1)
+        return 2.0 * scores * width, held
+
+    def faster(self, request: Request) -> str:
+        """Why it beats SDPA on a request that both can run; empty where it does not."""
         unmasked = request.mask is NOTHING_HIDDEN  # a mask is two more passes over the scores here, and none there
-        return unmasked and not needs_grad(request) and self.shorter(request.query, request.key, request.value)
+        if not unmasked or needs_grad(request):
+            return ""
+        if self.shorter(request.query, request.key, request.value):
+            return "many short heads in inference: a fused kernel's set-up costs more than it saves"
+        if request.grouped and self._shares(request):
+            return "few queries in inference: all heads that share a key make one product, the kernel one each"
+        return ""
+
+    def _shares(self, request: Request) -> bool:
+        """A step of decoding: the queries of all heads that share a key are the rows of one product."""
+        query, key = request.query, request.key
+        if torch.compiler.is_compiling():
+            return False  # before a symbolic size is compared
+        B, H, L, K = query.shape
+        return (
+            _FEW_ROWS * key.shape[1] >= L * H
+            and B * H * L * key.shape[2] * K >= _MUCH_SHARED
+            and query.dtype == torch.float32
+            and query.device.type == "cpu"
+            and eager()
+        )
 
     def shorter(self, query: Tensor, key: Tensor, value: Tensor) -> bool:
         """Many short heads in inference on several threads: a fused kernel's set-up costs more than it saves."""
@@ -171,17 +238,25 @@ class _Plain:
         out = request.value.new_empty(B, L, H, V).transpose(1, 2)
         average: Tensor | None = None
         rows = max(1, _BLOCK // max(1, B * S))
+        usual = request.dropout == 0 and request.softcap is None and request.sink is None
+        scores = request.query.new_empty(B * min(rows, L) * S) if usual and request.query.dtype in _PRECISE else None
         for first in range(0, L, rows):
             block = slice(first, first + rows)
             for head in range(H):
-                out[:, head : head + 1, block], weight = self.run_with_weights(_part(request, head, block))
-                if average is None:
-                    average = weight.new_empty(B, L, S)
-                if head == 0:
-                    average[:, block] = weight[:, 0]
+                part = _part(request, head, block)
+                if scores is None:
+                    out[:, head : head + 1, block], whole = self.run_with_weights(part)
+                    weight, share = whole[:, 0], None
+                    del whole  # or it would live through the next block's softmax
                 else:
-                    average[:, block] += weight[:, 0]
-                del weight  # or it would live through the next block's softmax
+                    weight, share = _share_out(part, scores, out[:, head : head + 1, block])
+                if average is None:
+                    average = weight.new_zeros(B, L, S)
+                if share is None:
+                    average[:, block] += weight
+                else:
+                    average[:, block].addcmul_(weight, share)
+                del weight
         if average is None:  # no queries
             average = softmax_scores(request)[0].sum(dim=1)
         return out, average.div_(H)
@@ -211,6 +286,14 @@ class _Sdpa:
             reasons.append("a function transform (torch.func, forward-mode AD) needs rules the kernel lacks")
         return reasons
 
+    def cost(self, request: Request) -> tuple[float, int]:
+        flops, held = PLAIN.cost(request)
+        B, H, L, S, device = request.size
+        if device.type != "cpu" or request.dropout > 0:  # what other devices' kernels do is theirs
+            return flops, held if device.type == "cpu" else 4 * B * H * L
+        pairs = flagged_pairs(L, S) if request.mask.causal else L * S
+        return flops * pairs / max(1, L * S), 4 * B * H * L
+
     def run(self, request: Request) -> Tensor:
         query, key, value, mask, scale, dropout = request[:6]
         grouped, flag, attn_mask, dead = request.grouped, mask.causal, None, None
@@ -226,51 +309,65 @@ class _Sdpa:
             query, key, value, attn_mask, dropout, flag, scale=scale, enable_gqa=grouped
         )
         if out.requires_grad and dropout == 0 and not torch.compiler.is_compiling():
-            _teach_double_backward(out, request[:5])
+            teach(out, request[:5], _by_formula)
         return out if dead is None else out.masked_fill(dead, 0)
 
 
-class _Ragged:
-    """SDPA on one sequence after the other: nothing that is padding, or of another sequence, is computed."""
+class _Tiled:
+    """Attention on the parts of the scores that anybody sees: what is padding, past or of others is not computed."""
 
-    name = "ragged"
+    name = "tiled"
 
     def __repr__(self) -> str:
         return f"<backend {self.name}>"
 
     def why_not(self, request: Request) -> list[str]:
-        if request.mask.ragged is not None:
+        if request.mask.tiling is not None:
             return []
-        known = "lengths that can be read here and save enough: padding on the right, or documents"
-        return [f"it needs a mask of {known}, with causal() at most"]
+        reasons = []
+        if not readable(request.query):
+            reasons.append("it needs an eager call on plain tensors on the CPU, outside of function transforms")
+        if request.drop is not None:
+            reasons.append("a module is called on the weights in place of dropout")
+        if request.mask.bias is not None and request.mask.bias.requires_grad:
+            reasons.append("a bias that is learned number by number needs the gradient of all scores")
+        return reasons or [NOT_WORTH]
+
+    def cost(self, request: Request) -> tuple[float, int]:
+        tiling = request.mask.tiling
+        assert tiling is not None
+        B, H, L, _ = request.query.shape
+        pair = 2.0 * H * (request.query.shape[-1] + request.value.shape[-1])
+        blocks = 2 * BLOCK if request.dropout > 0 or request.softcap is not None or learned(tiling.rest) else 0
+        return pair * sum(tile.pairs for tile in tiling.tiles), 4 * (B * H * L + blocks)
 
     def run(self, request: Request) -> Tensor:
-        query, key, value, (causal, _, _, ragged) = request[:4]
-        assert ragged is not None
-        if ragged.packed:
-            queries, keys, values = (
-                query.split(ragged.queries, 2),
-                key.split(ragged.keys, 2),
-                value.split(ragged.keys, 2),
-            )
-        else:
-            queries = query.split(1)
-            keys, values = (
-                tuple(sample[:, :, :length] for sample, length in zip(whole.split(1), ragged.keys, strict=True))
-                for whole in (key, value)
-            )
-        one = request._replace(mask=Lowered(causal=causal))
-        parts = [
-            SDPA.run(one._replace(query=q, key=k, value=v)).transpose(1, 2)  # as the kernel lays it out
-            for q, k, v in zip(queries, keys, values, strict=True)
-        ]
-        return torch.cat(parts, dim=1 if ragged.packed else 0).transpose(1, 2)
+        query, key, value, mask, scale, dropout, _, softcap, sink, _ = request
+        tiling = mask.tiling
+        assert tiling is not None
+        if autocasts(query.device) and query.dtype != torch.float64:  # as torch does for its own kernels
+            dtype = torch.get_autocast_dtype(query.device.type)
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        K, V = query.shape[-1], value.shape[-1]
+        scale = 1 / math.sqrt(K) if scale is None else scale
+        query, key, value = (widened(tensor, max(K, V)) for tensor in (query, key, value))
+        learned_ = learned(tiling.rest) or []
+        options = None
+        if dropout > 0 or softcap is not None or learned_ or not HAS_FUSED:
+            seed = int(torch.randint(2**62, (), device="cpu")) if dropout > 0 else 0
+            options = Options(dropout, seed, softcap)
+        call = Call(tiling, scale, options, functools.partial(again, _by_formula, scale, options, tiling))
+        with torch.autocast(query.device.type, enabled=False):
+            out: Tensor = Tiled.apply(query, key, value, sink, call, *learned_)
+        return out[..., :V] if out.shape[-1] > V else out
 
 
 PLAIN = _Plain()
 SDPA = _Sdpa()
-RAGGED = _Ragged()
-BACKENDS: tuple[Backend, ...] = (RAGGED, SDPA, PLAIN)
+TILED = _Tiled()
+BACKENDS: tuple[Backend, ...] = (TILED, VARLEN, SDPA, PLAIN)
+
+NOT_WORTH = "what can be left out of these scores is nothing, or not worth the cuts"
 
 # Measured by benchmarks/run.py: below these SDPA wins or the two are within noise.
 _FEW_PAIRS = 2**10  # of a head
@@ -278,7 +375,10 @@ _FEW_NUMBERS = 2**10  # of a head's queries
 _SCORES_IN_CACHE = 2**21
 _FEW_WEIGHTS = 2**18  # of all heads: a loop over heads takes longer than their memory is worth
 _BLOCK = 2**20  # weights of one head held at a time while they are averaged: a few MiB, which stay in the cache
+_PRECISE = (torch.float32, torch.float64)
 _MANY_HEADS = 2**22  # 128 of 32 numbers, 1024 of 16
+_FEW_ROWS = 16  # query positions of all heads that share a key
+_MUCH_SHARED = 2**21  # products of a query's and a key's numbers, in all
 
 
 def _are_few(request: Request) -> bool:
@@ -331,6 +431,26 @@ def softmax_scores(request: Request) -> tuple[Tensor, Tensor | None]:
     return torch.softmax(torch.cat([score, sink], dim=-1), dim=-1)[..., :-1], dead
 
 
+def _share_out(request: Request, memory: Tensor, out: Tensor) -> tuple[Tensor, Tensor]:
+    """Write the output of one head, and return its weights: (B, L, S), which lie in `memory`, times (B, L, 1)."""
+    query, key, value, mask, scale = request[:5]
+    B, _, L, S, _ = request.size
+    hidden, bias = hidden_keys(mask, request.size)
+    unit = math.log2(math.e) if bias is None else 1.0  # exp2 is quicker, but the lowest of floats times that is -inf
+    factor = unit / math.sqrt(query.shape[-1]) if scale is None else unit * scale
+    score = memory[: B * L * S].view(B, L, S)
+    torch.baddbmm(score, query[:, 0], key[:, 0].mT, beta=0, alpha=factor, out=score)
+    if bias is not None:
+        score += bias[:, 0]
+    if hidden is not None:
+        score.masked_fill_(hidden[:, 0], -math.inf)
+    score.sub_(score.amax(dim=-1, keepdim=True).clamp_(min=torch.finfo(score.dtype).min))
+    score = score.exp2_() if bias is None else score.exp_()
+    share = score.sum(dim=-1, keepdim=True).clamp_(min=torch.finfo(score.dtype).tiny).reciprocal_()
+    out[:, 0] = (score @ value[:, 0]).mul_(share)  # a row that sees nothing is 0, whatever its share
+    return score, share
+
+
 def hidden_keys(mask: Lowered, size: Size) -> tuple[Tensor | None, Tensor | None]:
     """(what is hidden, the bias with 0 in place of -inf), each broadcastable to (B, H, L, S) or None."""
     keep, bias = mask.whole_keep(size), mask.bias
@@ -340,6 +460,18 @@ def hidden_keys(mask: Lowered, size: Size) -> tuple[Tensor | None, Tensor | None
         hidden = infinite if hidden is None else hidden | infinite
         bias = bias.masked_fill(infinite, 0)
     return hidden, bias
+
+
+def _by_formula(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Lowered,
+    scale: float | None,
+    softcap: float | None = None,
+    sink: Tensor | None = None,
+) -> Tensor:
+    return PLAIN.run(Request(query, key, value, mask, scale, softcap=softcap, sink=sink))
 
 
 def _part(request: Request, head: int, rows: slice) -> Request:
@@ -379,6 +511,8 @@ def _times_heads(left: Tensor, right: Tensor) -> Tensor:
     G = right.shape[1]
     if H == G:
         return left @ right
+    if not eager():  # sizes may be symbols, of which a reshape would ask what it must not
+        return left @ right.repeat_interleave(H // G, dim=1)
     return (left.reshape(B, G, (H // G) * L, n) @ right).view(B, H, L, right.shape[-1])
 
 
@@ -415,87 +549,5 @@ def _takes_flag_and_mask(request: Request) -> bool:
     return bool(choice == torch.nn.attention.SDPBackend.FLASH_ATTENTION.value)
 
 
-def _teach_double_backward(out: Tensor, call: tuple[Any, ...], view: Tensor | None = None) -> None:
-    """Give the fused kernel the second derivative it lacks, at the cost of a hook when nobody asks for one.
-
-    The hook runs after the kernel's backward. With `create_graph` it replaces the gradients by those of the plain
-    formula, which can be differentiated again; otherwise it lets go of the tensors it kept alive, like the node itself.
-
-    Args:
-        out: the kernel's output.
-        call: the beginning of a Request: query, key, value, mask and scale.
-        view: the only use of `out`, if there is one. A hook on a tensor is cheaper than one on a node, and this one
-            adds the other when it is needed; on `out` itself it would be a reference cycle.
-    """
-    node: Any = out.grad_fn  # there is one: whoever calls has asked
-    kind = type(node)
-    fused = _FUSED_NODES.get(kind)
-    if fused is None:
-        fused = _FUSED_NODES[kind] = kind.__name__.startswith("ScaledDotProduct")
-    if not fused or _SAVED_HOOKS(True) is not None:
-        return  # under activation checkpointing or offloading, to hold the inputs would undo it: torch's error stands
-    held = [call]
-    versions = None if view is not None else _versions(call)  # a view's inputs are nobody else's to change
-
-    def after(grads: Sequence[Tensor | None], grad_outs: Sequence[Tensor]) -> Any:
-        if torch.is_grad_enabled():
-            if held and versions not in (None, _versions(held[0])):
-                raise RuntimeError(
-                    "attention: a query, key, value or mask was changed in place after the forward pass, so its "
-                    "gradient cannot be built for a second derivative; change a clone instead"
-                )
-            return _plain_gradients(held[0], grads, grad_outs[0]) if held else None
-        if not _KEEPS_GRAPH():
-            held.clear()
-        return None
-
-    def before(_: Tensor) -> None:
-        if torch.is_grad_enabled():
-            handles.append(node.register_hook(after))
-        elif not _KEEPS_GRAPH():
-            held.clear()
-        while len(handles) > 1:  # one is enough, however often the graph is walked
-            handles.pop(0).remove()
-
-    if view is None:
-        node.register_hook(after)
-        return
-    handles: list[Any] = []
-    view._backward_hooks = {0: before}  # what Tensor.register_hook does, without a handle to remove it by
-    above: Any = view.grad_fn
-    above._register_hook_dict(view)
-
-
-def _versions(call: tuple[Any, ...]) -> list[int]:
-    """How often the tensors of a call have been written to; the kernel saved some of them as copies."""
-    tensors = (*call[:3], call[3].keep, call[3].bias)
-    return [0 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
-
-
-def _plain_gradients(call: tuple[Any, ...], grads: Sequence[Tensor | None], grad_out: Tensor) -> Any:
-    """The kernel's gradients by the plain formula, so that they can be differentiated; None to keep the kernel's."""
-    *inputs, mask, scale = call
-    if any(grad is not None and grad.shape != tensor.shape for grad, tensor in zip(grads, inputs, strict=False)):
-        return None  # this kernel saw its inputs padded or repeated: its own gradients stand
-    if mask.bias is not None:
-        mask = mask._replace(bias=mask.bias.detach())
-    # aliases, since the inputs may depend on each other and only partial derivatives are wanted
-    dtype = grad_out.dtype  # autocast may have cast them for the kernel
-    aliases = [tensor.view_as(tensor) if tensor.dtype == dtype else tensor.to(dtype) for tensor in inputs]
-    plain = PLAIN.run(Request(aliases[0], aliases[1], aliases[2], mask, scale))
-    asked = [grad is not None for grad in grads[:3]]
-    wanted = [alias for alias, was in zip(aliases, asked, strict=True) if was]
-    again = iter(torch.autograd.grad(plain, wanted, grad_out, create_graph=True) if wanted else ())
-    return (*(next(again) if was else None for was in asked), *grads[3:])
-
-
-def _private(owner: object, name: str, otherwise: object) -> Callable[..., Any]:
-    """A private operator of torch; in a release that lacks it, an answer that takes the general path."""
-    return getattr(owner, name, lambda *_, **__: otherwise)
-
-
-_FUSED_NODES: dict[type, bool] = {}  # whether an autograd node is that of a fused kernel
-_FUSED_CHOICE = _private(torch, "_fused_sdp_choice", -1)
-_KEEPS_GRAPH = _private(torch._C._autograd, "_get_current_graph_task_keep_graph", True)
-_SAVED_HOOKS = _private(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-_IN_TRANSFORM = _private(torch._C, "_are_functorch_transforms_active", False)
+_FUSED_CHOICE = private(torch, "_fused_sdp_choice", -1)
+_IN_TRANSFORM = private(torch._C, "_are_functorch_transforms_active", False)
