@@ -32,6 +32,7 @@ class Projected(Protocol):
     embed_dim: int
     kdim: int
     vdim: int
+    inner_dims: tuple[int, int] | None
     training: bool
     torch_names: bool
     _modules: dict[str, nn.Module | None]
@@ -44,6 +45,12 @@ class Projected(Protocol):
 def one_width(module: Projected) -> bool:
     """Whether queries, keys and values are equally wide, so that their projections stack into one matrix."""
     return module.kdim == module.embed_dim == module.vdim
+
+
+def rows(module: Projected) -> tuple[int, int, int]:
+    """H*K, G*K and G*K: what the projections of queries, keys and values give, and how they lie in `in_proj_weight`."""
+    query, key = module.inner_dims or (module.embed_dim, module.embed_dim)
+    return query, key, key
 
 
 def empty(*shape: int, **factory: Any) -> nn.Parameter:
@@ -86,11 +93,12 @@ def is_hooked(module: nn.Module) -> bool:
 class Reset:
     """`reset_parameters` of a projection: what it was under its parent.
 
-    `stacked` is how many weights like this one torch draws as one matrix, by Xavier; None draws as `nn.Linear` does.
+    `stacked` is how many times as tall as this weight the matrix is that torch draws as one, by Xavier; None draws as
+    `nn.Linear` does.
     A class, so that it pickles and copies; it holds its child weakly, so that a deleted module is freed at once.
     """
 
-    def __init__(self, child: nn.Linear, stacked: int | None, zero_bias: bool = True) -> None:
+    def __init__(self, child: nn.Linear, stacked: float | None, zero_bias: bool = True) -> None:
         self.child, self.stacked, self.zero_bias = weakref.ref(child), stacked, zero_bias
 
     def __call__(self) -> None:
@@ -121,11 +129,14 @@ class Reset:
 
 def own_child_resets(module: Projected) -> None:
     """Loops that reset every module reach the children last; they must not undo torch's distributions."""
+    tall = dict(zip(CHILDREN, rows(module), strict=True))
     for name in ("out_proj", *(() if module.fused_qkv else CHILDREN)):
         child = module._modules[name]
         if not isinstance(child, nn.Linear) or (name == "out_proj" and isinstance(vars(child).get(_RESET), Reset)):
             continue  # an adapter or the like in its place, or a Transformer has said already
-        stacked = 3 if name in CHILDREN and one_width(module) else 1
+        stacked: float = 1
+        if name in CHILDREN and one_width(module):
+            stacked = 3 if module.inner_dims is None else sum(tall.values()) / tall[name]
         object.__setattr__(child, _RESET, Reset(child, None if name == "out_proj" else stacked))
 
 
@@ -159,7 +170,7 @@ def reset_children(module: Projected) -> None:
 
 
 def draw_stacked(module: Projected) -> bool:
-    """Draw the three weights as torch draws the (3D, D) matrix that they are in its layout, if they are.
+    """Draw the three weights as torch draws the matrix that they are in its layout, (3D, D), if they are.
 
     Returns:
         Whether they are: of one width, and plain tensors.
@@ -169,7 +180,7 @@ def draw_stacked(module: Projected) -> bool:
         return False
     stacked = nn.init.xavier_uniform_(torch.empty_like(torch.cat(weights).detach()))
     with torch.no_grad():
-        for weight, part in zip(weights, stacked.chunk(3), strict=True):
+        for weight, part in zip(weights, stacked.split(rows(module)), strict=True):
             weight.copy_(part)
     return True
 
@@ -209,12 +220,12 @@ def split(module: Projected) -> None:
             raise invalid("split_projections", name, "be a plain Parameter", "a parametrized or sharded one")
         if isinstance(parameter, nn.Parameter) and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
             raise invalid("split_projections", name, "carry no hooks", "some; remove them first")
-    stacked, bias = module._parameters["in_proj_weight"], module._parameters["in_proj_bias"]
+    stacked, bias, tall = module._parameters["in_proj_weight"], module._parameters["in_proj_bias"], rows(module)
     for name, held in (("in_proj_weight", stacked), ("in_proj_bias", bias)):
-        if held is not None and held.shape[0] != 3 * module.embed_dim:
-            raise invalid("split_projections", name, f"have {3 * module.embed_dim} rows", held.shape[0])
-    weights = [module._parameters[name] for name in WEIGHTS] if stacked is None else _parts(stacked)
-    biases = [None] * 3 if bias is None else _parts(bias)
+        if held is not None and held.shape[0] != sum(tall):
+            raise invalid("split_projections", name, f"have {sum(tall)} rows", held.shape[0])
+    weights = [module._parameters[name] for name in WEIGHTS] if stacked is None else _parts(stacked, tall)
+    biases = [None] * 3 if bias is None else _parts(bias, tall)
     for name in TORCH_NAMES:
         del module._parameters[name]
     others = {**module._modules}
@@ -233,7 +244,7 @@ def split(module: Projected) -> None:
 def plain_child(function: str, module: Projected, name: str) -> nn.Linear:
     """The child, if it is an `nn.Linear` of this layout that nothing has been attached to."""
     child = module._modules[name]
-    width = dict(zip(CHILDREN, (module.embed_dim, module.kdim, module.vdim), strict=True))[name]
+    shape = _shapes(module)[CHILDREN.index(name)]
     if type(child) is not nn.Linear:
         raise invalid(function, name, "be exactly an nn.Linear", class_of(child))
     if is_hooked(child) or child._modules or child._buffers:
@@ -245,9 +256,14 @@ def plain_child(function: str, module: Projected, name: str) -> nn.Linear:
             )
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise invalid(function, name, "carry no hooks on its parameters", "some; remove them first")
-    if tuple(child.weight.shape) != (module.embed_dim, width):
-        raise invalid(function, name, f"have a weight {(module.embed_dim, width)}", tuple(child.weight.shape))
+    if tuple(child.weight.shape) != shape:
+        raise invalid(function, name, f"have a weight {shape}", tuple(child.weight.shape))
     return child
+
+
+def _shapes(module: Projected) -> list[tuple[int, int]]:
+    """Of the weights of q_proj, k_proj and v_proj."""
+    return list(zip(rows(module), (module.embed_dim, module.kdim, module.vdim), strict=True))
 
 
 def _joined(parameters: list[nn.Parameter]) -> nn.Parameter:
@@ -257,12 +273,12 @@ def _joined(parameters: list[nn.Parameter]) -> nn.Parameter:
     return joined
 
 
-def _parts(parameter: nn.Parameter) -> list[nn.Parameter]:
-    """Three Parameters of their own memory."""
+def _parts(parameter: nn.Parameter, tall: Sequence[int]) -> list[nn.Parameter]:
+    """Three Parameters of their own memory, so many rows each."""
     frozen = not parameter.requires_grad
-    parts = [nn.Parameter(part.clone(), requires_grad=not frozen) for part in parameter.detach().chunk(3)]
+    parts = [nn.Parameter(part.clone(), requires_grad=not frozen) for part in parameter.detach().split(list(tall))]
     if parameter.grad is not None:
-        for part, grad in zip(parts, parameter.grad.chunk(3), strict=True):
+        for part, grad in zip(parts, parameter.grad.split(list(tall)), strict=True):
             part.grad = grad.clone()
     return parts
 
@@ -279,15 +295,14 @@ def read_as_torch(module: Projected, name: str) -> Any:
         return None
     part = name.removeprefix("in_proj_")
     tensors = [getattr(module._modules[child], part, None) for child in CHILDREN]
-    D = module.embed_dim
-    shape = (D, D) if part == "weight" else (D,)
-    if not all(isinstance(tensor, Tensor) and tuple(tensor.shape) == shape for tensor in tensors):
+    shapes: list[tuple[int, ...]] = [shape if part == "weight" else shape[:1] for shape in _shapes(module)]
+    fits = [isinstance(t, Tensor) and tuple(t.shape) == shape for t, shape in zip(tensors, shapes, strict=True)]
+    if not all(fits):
         if part == "bias":
             return None
         kinds = ", ".join(type(module._modules[child]).__name__ for child in CHILDREN)
-        raise AttributeError(
-            f"{name}: the projections ({kinds}) do not hold a weight {shape} each that could be joined"
-        )
+        what = f"{shapes[0]} each" if len(set(shapes)) == 1 else ", ".join(map(str, shapes))
+        raise AttributeError(f"{name}: the projections ({kinds}) do not hold a weight {what} that could be joined")
     if _can_live(tensors):
         # of pruned or parametrized projections the weight is no Parameter, and a write would reach nothing
         computed = not all(isinstance(tensor, nn.Parameter) for tensor in tensors)
@@ -321,13 +336,14 @@ def write_as_torch(module: Projected, name: str, value: object) -> None:
     part = "bias" if name == "in_proj_bias" else "weight"
     names = (name.removesuffix("_weight"),) if name in WEIGHTS else CHILDREN
     children = [plain_child("__setattr__", module, child) for child in names]
-    shape = (sum(child.out_features for child in children), *(() if part == "bias" else (children[0].in_features,)))
+    tall = [child.out_features for child in children]
+    shape = (sum(tall), *(() if part == "bias" else (children[0].in_features,)))
     misplaced = part == "weight" and (name in WEIGHTS) == one_width(module)
     if misplaced or tuple(value.shape) != shape or getattr(children[0], part) is None:
         raise invalid(
             "__setattr__", name, f"fit a module of kdim {module.kdim}, vdim {module.vdim}", tuple(value.shape)
         )
-    for child, own in zip(children, [value] if name in WEIGHTS else _parts(value), strict=True):
+    for child, own in zip(children, [value] if name in WEIGHTS else _parts(value, tall), strict=True):
         setattr(child, part, own)
 
 
@@ -388,7 +404,6 @@ def spell(
     Each fault is noted once, and the module's own values are fed in its place, so that torch's loader adds none.
     """
     own = dict(cast(nn.Module, module).named_parameters(remove_duplicate=False))
-    D, widths = module.embed_dim, (module.embed_dim, module.kdim, module.vdim)
     for part in ("weight", "bias"):
         children = [f"{child}.{part}" for child in CHILDREN]
         flat = list(WEIGHTS) if part == "weight" else []
@@ -413,12 +428,12 @@ def spell(
         came = {name: state_dict.pop(prefix + name) for name in named}
         fallback: dict[str, Tensor] = {prefix + name: own[name] for name in target}
         if len(present) == 1:
-            shapes: list[tuple[int, ...]] = [(D, width) if part == "weight" else (D,) for width in widths]
+            shapes: list[tuple[int, ...]] = [shape if part == "weight" else shape[:1] for shape in _shapes(module)]
             wrong = _misfits(module, present[0], came, shapes, prefix)
             error_msgs.extend(wrong)
             missing_keys.extend(prefix + name for name in present[0] if name not in came)
             if not wrong:
-                fallback.update(_respelled(present[0], came, [prefix + name for name in target], assign))
+                fallback.update(_respelled(present[0], came, [prefix + name for name in target], assign, rows(module)))
         state_dict.update(fallback)
 
 
@@ -439,9 +454,9 @@ def _misfits(
 ) -> list[str]:
     """What torch would say of values that do not fit."""
     packed = len(names) == 1
-    if packed and len(set(shapes)) > 1:
+    if packed and len({shape[1:] for shape in shapes}) > 1:
         return [f"{prefix}{names[0]} cannot hold projections of different widths {shapes}; pass {', '.join(WEIGHTS)}"]
-    wanted = [(3 * module.embed_dim, *shapes[0][1:])] if packed else shapes
+    wanted = [(sum(rows(module)), *shapes[0][1:])] if packed else shapes
     return [
         f"While copying the parameter {prefix + name!r}, expected torch.Tensor from checkpoint, got {type(came[name])}"
         if not isinstance(came[name], Tensor)
@@ -452,12 +467,14 @@ def _misfits(
     ]
 
 
-def _respelled(names: list[str], came: dict[str, Tensor], target: list[str], assign: bool) -> dict[str, Tensor]:
+def _respelled(
+    names: list[str], came: dict[str, Tensor], target: list[str], assign: bool, tall: tuple[int, ...]
+) -> dict[str, Tensor]:
     """The values that came, under the layout's names; one that is missing among three stays missing."""
     if len(names) == len(target) == 3:
         return {new: came[old] for old, new in zip(names, target, strict=True) if old in came}
     if len(target) == 1:
         return {target[0]: torch.cat([came[name] for name in names])}
-    # assigned as they are, chunks would become three Parameters in one piece of memory
-    thirds = came[names[0]].chunk(3)
-    return dict(zip(target, [third.clone() for third in thirds] if assign else thirds, strict=True))
+    # assigned as they are, views would become three Parameters in one piece of memory
+    parts = came[names[0]].split(tall)
+    return dict(zip(target, [part.clone() for part in parts] if assign else parts, strict=True))

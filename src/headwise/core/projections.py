@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.nn.modules import module as _hooks
 
 from headwise._checks import invalid
-from headwise.core import layouts
+from headwise.core import layouts, options
 from headwise.core.layouts import CHILDREN, TORCH_NAMES, WEIGHTS, is_hooked, one_width
 
 _LINEAR_FORWARD, _MODULE_CALL = nn.Linear.forward, nn.Module.__call__
@@ -31,32 +31,35 @@ _PACKED_BATCH_FIRST, _PACKED_LENGTH_FIRST = (2, 0, 3, 1, 4), (2, 1, 3, 0, 4)  # 
 class ProjectedAttention(nn.Module):
     """Base of attention modules: owns the query, key, value and output projections.
 
-    Parameters, split: q_proj.weight (D, D), k_proj.weight (D, kdim), v_proj.weight (D, vdim), out_proj.weight (D, D),
-    and a bias (D,) each. Parameters, fused: in_proj_weight (3D, D), or q_proj_weight, k_proj_weight, v_proj_weight
-    where kdim or vdim differ from D; in_proj_bias (3D,); out_proj.
+    Parameters, split: q_proj.weight (H*K, D), k_proj.weight (G*K, kdim), v_proj.weight (G*K, vdim), out_proj.weight
+    (D, H*K), and a bias each; H*K and G*K are D unless said otherwise. Parameters, fused: in_proj_weight
+    ((H + 2G)*K, D), or q_proj_weight, k_proj_weight, v_proj_weight where kdim or vdim differ from D; in_proj_bias
+    ((H + 2G)*K,); out_proj.
     """
 
     embed_dim: int
     kdim: int
     vdim: int
+    inner_dims: tuple[int, int] | None = None  # (H*K, G*K); None: both are D
+    extended: bool = False  # whether any option of `core/options.py` is on
     torch_names: bool = True  # in state_dict() while split; `headwise.layers.own_names` turns it off
     bias_k: nn.Parameter | None
     bias_v: nn.Parameter | None
 
     def _build_projections(self, *, bias: bool, fused: bool, add_bias_kv: bool, **factory: Any) -> None:
-        D, widths = self.embed_dim, (self.embed_dim, self.kdim, self.vdim)
+        D, widths, tall = self.embed_dim, (self.embed_dim, self.kdim, self.vdim), layouts.rows(self)
         if fused:
             packed = one_width(self)
-            for name, width in zip(WEIGHTS, widths, strict=True):
-                self.register_parameter(name, None if packed else layouts.empty(D, width, **factory))
-            self.register_parameter("in_proj_weight", layouts.empty(3 * D, D, **factory) if packed else None)
-            self.register_parameter("in_proj_bias", layouts.empty(3 * D, **factory) if bias else None)
+            for name, width, height in zip(WEIGHTS, widths, tall, strict=True):
+                self.register_parameter(name, None if packed else layouts.empty(height, width, **factory))
+            self.register_parameter("in_proj_weight", layouts.empty(sum(tall), D, **factory) if packed else None)
+            self.register_parameter("in_proj_bias", layouts.empty(sum(tall), **factory) if bias else None)
         else:
-            for name, width in zip(CHILDREN, widths, strict=True):
-                self.add_module(name, layouts.linear(width, D, bias, **factory))
-        self.out_proj = layouts.linear(D, D, bias, **factory)
-        self.bias_k = layouts.empty(1, 1, D, **factory) if add_bias_kv else None
-        self.bias_v = layouts.empty(1, 1, D, **factory) if add_bias_kv else None
+            for name, width, height in zip(CHILDREN, widths, tall, strict=True):
+                self.add_module(name, layouts.linear(width, height, bias, **factory))
+        self.out_proj = layouts.linear(tall[0], D, bias, **factory)
+        self.bias_k = layouts.empty(1, 1, tall[1], **factory) if add_bias_kv else None
+        self.bias_v = layouts.empty(1, 1, tall[2], **factory) if add_bias_kv else None
         layouts.own_child_resets(self)
         self.register_state_dict_post_hook(layouts.speak_torch)
 
@@ -69,13 +72,15 @@ class ProjectedAttention(nn.Module):
         """Draw all parameters anew: torch's distributions, and torch's numbers under the same seed.
 
         Xavier uniform for the input projections (over the stacked (3D, D) matrix where the widths agree), Kaiming
-        uniform for the output's, biases 0, Xavier normal for `bias_k` and `bias_v`.
+        uniform for the output's, biases 0, Xavier normal for `bias_k` and `bias_v`; then what the options hold.
 
         Raises:
             ValueError: a projection was replaced by something that is not an `nn.Linear` with a weight of its own.
         """
-        for name in ("out_proj", *(() if self.fused_qkv else CHILDREN)):
-            child = self._modules[name]
+        for name in ("out_proj", "gate_proj", *CHILDREN):
+            child = self._modules.get(name)
+            if child is None:
+                continue
             if not isinstance(child, nn.Linear) or "weight" not in child._parameters:
                 raise invalid("reset_parameters", name, "be an nn.Linear with its own weight", type(child).__name__)
         self.out_proj.reset_parameters()  # as nn.Linear, but in a Transformer
@@ -92,6 +97,8 @@ class ProjectedAttention(nn.Module):
         for extra in (self.bias_k, self.bias_v):
             if extra is not None:
                 nn.init.xavier_normal_(extra)
+        if self.extended:
+            options.reset(self)
 
     def _reset_parameters(self) -> None:
         """`reset_parameters` under torch's private name, which other libraries call."""
@@ -100,7 +107,7 @@ class ProjectedAttention(nn.Module):
     def _project(
         self, query: Tensor, key: Tensor, value: Tensor, head_dim: int, batch_first: bool, is_direct: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, H, L, K), (B, H, S, K), (B, H, S, K) from (B, L, D), or (L, B, D) not batch first, and so on.
+        """(B, H, L, K), (B, G, S, K), (B, G, S, K) from (B, L, D), or (L, B, D) not batch first, and so on.
 
         One product where all three inputs are one tensor and the layout is fused.
         """
@@ -117,11 +124,14 @@ class ProjectedAttention(nn.Module):
                 weight, bias = self.in_proj_weight, self.in_proj_bias
             if weight is not None and query is key and key is value:
                 qkv = functional.linear(query, weight, bias)
-                first, second, _ = query.shape
-                qkv = qkv.view(first, second, 3, self.embed_dim // head_dim, head_dim)
-                q, k, v = qkv.permute(_PACKED_BATCH_FIRST if batch_first else _PACKED_LENGTH_FIRST).unbind(0)
-                return q, k, v
-            q, k, v = self._project_apart(query, key, value, weight, bias)
+                if self.inner_dims is None:
+                    first, second, _ = query.shape
+                    qkv = qkv.view(first, second, 3, self.embed_dim // head_dim, head_dim)
+                    q, k, v = qkv.permute(_PACKED_BATCH_FIRST if batch_first else _PACKED_LENGTH_FIRST).unbind(0)
+                    return q, k, v
+                q, k, v = qkv.split(layouts.rows(self), dim=-1)
+            else:
+                q, k, v = self._project_apart(query, key, value, weight, bias)
         return (
             to_heads(q, head_dim, batch_first),
             to_heads(k, head_dim, batch_first),
@@ -132,17 +142,27 @@ class ProjectedAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, weight: Tensor | None, bias: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The fused layout on inputs that differ: two products where key and value are one tensor, else three."""
-        D = self.embed_dim
+        tall = layouts.rows(self)
         if weight is not None and key is value:
-            weight_q, weight_kv = weight.split((D, 2 * D))
-            bias_q, bias_kv = (None, None) if bias is None else bias.split((D, 2 * D))
+            weight_q, weight_kv = weight.split((tall[0], 2 * tall[1]))
+            bias_q, bias_kv = (None, None) if bias is None else bias.split((tall[0], 2 * tall[1]))
             k, v = functional.linear(key, weight_kv, bias_kv).chunk(2, dim=-1)
             return functional.linear(query, weight_q, bias_q), k, v
         # not chunk(3), which would cut a part of these rows somewhere
-        weights = [getattr(self, name) for name in WEIGHTS] if weight is None else weight.split((D, D, D))
-        biases = (None, None, None) if bias is None else bias.split((D, D, D))
+        weights = [getattr(self, name) for name in WEIGHTS] if weight is None else weight.split(tall)
+        biases = (None, None, None) if bias is None else bias.split(tall)
         q, k, v = (functional.linear(x, w, b) for x, w, b in zip((query, key, value), weights, biases, strict=True))
         return q, k, v
+
+    def _project_query(self, query: Tensor, head_dim: int, batch_first: bool) -> Tensor:
+        """(B, H, L, K) from (B, L, D), or (L, B, D) not batch first: the query alone, where the keys are known."""
+        if "q_proj" in self._modules:
+            projected = self.q_proj(query)
+        else:
+            wide, bias = layouts.rows(self)[0], self.in_proj_bias
+            weight = self.q_proj_weight if self.in_proj_weight is None else self.in_proj_weight[:wide]
+            projected = functional.linear(query, weight, None if bias is None else bias[:wide])
+        return to_heads(projected, head_dim, batch_first)
 
     def fuse_projections(self) -> ProjectedAttention:
         """Turn the three input projections into torch's Parameters: one product, torch's optimizer layout.
