@@ -5,9 +5,11 @@ torch and the standard library only.
 """
 
 from headwise.core import masks
+from headwise.core.cache import CacheList, CrossCache, RollingCache, StaticCache
 from headwise.core.flops import register_flop_formulas
-from headwise.core.functional import attention, attention_weights, explain
+from headwise.core.functional import attention, attention_weights, explain, top_attention_weights
 from headwise.core.multihead import MultiheadAttention
+from headwise.core.positions import Alibi, Rotary
 from headwise.layers.blocks import Decoder, DecoderBlock, Encoder, EncoderBlock
 from headwise.layers.transformer import (
     Transformer,
@@ -26,13 +28,19 @@ __version__ = "0.1.0"
 register_flop_formulas()
 
 __all__ = [
+    "Alibi",
     "AttentionMap",
+    "CacheList",
+    "CrossCache",
     "Decoder",
     "DecoderBlock",
     "Encoder",
     "EncoderBlock",
     "MultiheadAttention",
+    "RollingCache",
+    "Rotary",
     "SequenceClassifier",
+    "StaticCache",
     "Transformer",
     "TransformerDecoder",
     "TransformerDecoderLayer",
@@ -46,5 +54,6 @@ __all__ = [
     "load",
     "masks",
     "save",
+    "top_attention_weights",
     "upgrade",
 ]

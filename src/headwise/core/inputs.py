@@ -5,15 +5,19 @@ Letters: B batch, H heads, L query positions, S key positions, D model width, K 
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from headwise._checks import invalid
-from headwise.core.backends import autocasts
-from headwise.core.layouts import CHILDREN, is_sharded
-from headwise.core.masks import Mask
+from headwise.core.algebra import Mask, visible_keys
+from headwise.core.backends import autocasts, readable
+from headwise.core.layouts import CHILDREN, is_hooked, is_sharded
+from headwise.core.lowering import Size
+from headwise.core.masks import read_torch
 
 if TYPE_CHECKING:
     from headwise.core.multihead import MultiheadAttention
@@ -144,15 +148,123 @@ def check_shards(
     module: MultiheadAttention, q_BHLK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, need_weights: bool
 ) -> None:
     """Projections sharded over processes give some of the heads: the same of each, and the weights of no others."""
-    heads = (q_BHLK.shape[1], k_BHSK.shape[1], v_BHSK.shape[1])
-    if heads[0] == heads[1] == heads[2] == module.num_heads:
+    heads, whole = (q_BHLK.shape[1], k_BHSK.shape[1], v_BHSK.shape[1]), (module.num_heads, module.num_kv_heads)
+    if (heads[0], heads[1]) == whole and heads[2] == whole[1]:
         return
     weights = [getattr(module._modules.get(name), "weight", None) for name in CHILDREN]
     if not any(map(is_sharded, weights)):
         return
-    if len(set(heads)) > 1:
+    if heads[1] != heads[2] or heads[0] * whole[1] != heads[1] * whole[0]:
         rule = f"be sharded alike, all or none of {', '.join(CHILDREN)}; headwise.layers.tp_plan does"
         raise invalid(_NAME, "projections", rule, f"{heads} heads here of {module.num_heads}")
     if need_weights and getattr(module.attend, "shards", 1) == 1:
         rule = "be False where the heads are sharded by another plan than headwise.layers.tp_plan"
         raise invalid(_NAME, "need_weights", rule, f"True, with {heads[0]} of {module.num_heads} heads here")
+
+
+def once(
+    change: Callable[[Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Change each distinct tensor once, so that self-attention stays recognisable by identity."""
+    new_query = change(query)
+    new_key = new_query if key is query else change(key)
+    return new_query, new_key, (new_key if value is key else new_query if value is query else change(value))
+
+
+def settle_masks(
+    module: MultiheadAttention, masks: Masks, is_causal: bool, given: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Mask | None, Tensor | None]:
+    """All masks of keys as one, and that of the queries, (B, L)."""
+    key_padding_mask, attn_mask, query_padding_mask, mask = masks
+    if given[0].dim() == 2:
+        key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        query_padding_mask = None if query_padding_mask is None else query_padding_mask.unsqueeze(0)
+    shapes = dict(zip(("query", "key", "value"), given, strict=True))
+    joined = read_torch(_NAME, attn_mask, key_padding_mask, is_causal, shapes)
+    if not module._warned_of_zero_one:
+        for name, tensor in (("attn_mask", attn_mask), ("key_padding_mask", key_padding_mask)):
+            if tensor is not None and _zeros_and_ones(tensor):
+                module._warned_of_zero_one = True
+                warnings.warn(
+                    f"{_NAME}: the floating {name} holds only 0 and 1, which are added to the scores and hide nothing; "
+                    f"if 1 means 'may not attend' pass {name}.bool(), if it means 'may attend' pass {name} == 0",
+                    stacklevel=6,  # this function, `_attend`, forward, two frames of nn.Module
+                )
+                break
+    if mask is not None:
+        joined = mask if joined is None else joined & mask
+    return joined, query_padding_mask
+
+
+def finish(
+    out: Tensor,
+    weights: Tensor | None,
+    query_padding_mask: Tensor | None,
+    dtype: torch.dtype,
+    batched: bool,
+    batch_first: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """0 for padded queries, weights in the dtype of the input, and without the batch dimension that was added."""
+    weights = None if weights is None else weights.to(dtype)
+    if query_padding_mask is not None:
+        rows_BL = query_padding_mask
+        out = out.masked_fill((rows_BL if batch_first else rows_BL.T)[..., None], 0)
+        if weights is not None:
+            rows = rows_BL[:, :, None] if weights.dim() == 3 else rows_BL[:, None, :, None]
+            weights = weights.masked_fill(rows, 0)
+    if batched:
+        return out, weights
+    return out.squeeze(0 if batch_first else 1), None if weights is None else weights.squeeze(0)
+
+
+def _zeros_and_ones(mask: Tensor) -> bool:
+    if not isinstance(mask, Tensor) or not readable(mask) or not mask.is_floating_point():
+        return False
+    if mask.dtype.itemsize == 1 or mask.numel() == 0:
+        return False
+    mask = mask.detach()
+    if mask[(0,) * (mask.dim() - 1) + (-1,)].item() not in (0.0, 1.0):
+        return False  # one cheap look settles causal masks and biases
+    low, high = mask.aminmax()
+    return low.item() == 0 and high.item() == 1 and bool(((mask == 0) | (mask == 1)).all())
+
+
+def still(
+    module: MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    joined: Mask | None,
+    query_padding_mask: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Set to 0 what is padding in every role it plays: a NaN there would reach the projections' gradients (0 * NaN)."""
+    batch_first = module.batch_first
+    batch_dim, length_dim = (0, 1) if batch_first else (1, 0)
+    size = Size(query.shape[batch_dim], module.num_heads, query.shape[length_dim], key.shape[length_dim], query.device)
+    keys = visible_keys(joined, size)
+    hidden_key = None
+    if keys is not None:
+        hidden_key = ~keys.any(dim=1)[:, 0, :, None]  # (B or 1, S or 1, 1)
+    hidden_query = None if query_padding_mask is None else query_padding_mask[..., None]
+
+    def quiet(tensor: Tensor) -> Tensor:
+        roles = [(query, hidden_query), (key, hidden_key), (value, hidden_key)]
+        hidden = None
+        for played, where in roles:
+            if played is tensor:
+                if where is None:
+                    return tensor
+                hidden = where if hidden is None else hidden & where
+        assert hidden is not None
+        return tensor.masked_fill(hidden if batch_first else hidden.transpose(0, 1), 0)
+
+    return once(quiet, query, key, value)
+
+
+def dropout_of(child: nn.Module | None) -> tuple[float, Callable[[Tensor], Tensor] | None]:
+    """A probability where the kernel can draw it, else the module to call on the weights."""
+    if child is None:
+        return 0.0, None
+    if type(child) is nn.Dropout and not is_hooked(child):
+        return (child.p if child.training else 0.0), None
+    return 0.0, child

@@ -8,7 +8,9 @@ Letters: B batch, H heads, L and S the longest query and key, P positions of all
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -16,11 +18,14 @@ import torch
 from torch import Tensor
 
 from headwise._checks import invalid, kind_of
+from headwise.core import options
+from headwise.core.algebra import Alibi, Mask, is_flag, terms
 from headwise.core.backends import readable
 from headwise.core.functional import cost_of_turn
 from headwise.core.inputs import Masks, check_shards
-from headwise.core.masks import Mask, causal, is_flag, padding
-from headwise.core.ragged import sequences
+from headwise.core.masks import causal, padding
+from headwise.core.tiling import as_band, sequences
+from headwise.core.varlen import takes
 
 if TYPE_CHECKING:
     from headwise.core.multihead import MultiheadAttention
@@ -56,6 +61,12 @@ class Samples(NamedTuple):
         padded_before = torch.arange(len(self.lengths), device=device) * self.longest - (lengths.cumsum(0) - lengths)
         position = torch.arange(self.values.shape[0], device=device)
         return position + padded_before.repeat_interleave(lengths, output_size=len(position))
+
+    def positions(self) -> Tensor:
+        """(P,) the position of each in its own sample."""
+        lengths = torch.tensor(self.lengths, device=self.values.device)
+        before = (lengths.cumsum(0) - lengths).repeat_interleave(lengths, output_size=len(self.values))
+        return torch.arange(len(self.values), device=self.values.device) - before
 
     def like(self, values: Tensor) -> Tensor:
         """New values for the same samples, in the layout that came; jagged with the same offsets, so that they add."""
@@ -101,6 +112,10 @@ def attend_nested(
     given = rows_1PD[id(query)], rows_1PD[id(key)], rows_1PD[id(value)]
     q_BHLK, k_BHSK, v_BHSK = module._project(*given, module.head_dim, batch_first=True)
     check_shards(module, q_BHLK, k_BHSK, v_BHSK, need_weights)
+    if module.extended:  # positions are those in each sample
+        q_BHLK, k_BHSK = options.turned(module, q_BHLK, k_BHSK, query.positions(), key.positions())
+        mask = options.biased(module, q_BHLK, mask)
+    scoring = options.scoring(module)
     # the weights, and what sees or outlasts the row, want samples beside each other
     padded = need_weights or module.add_zero_attn or module.bias_k is not None or drops[1] is not None
     places, weights = None, None
@@ -112,14 +127,15 @@ def attend_nested(
         if key_places is not None:
             real = padding(torch.tensor(key.lengths, device=key.values.device))
             mask = real if mask is None else mask & real
-        k_BHSK, v_BHSK, mask = module._append(k_BHSK, v_BHSK, mask)
-        out, weights = module.attend(q_BHLK, k_BHSK, v_BHSK, mask, *drops, need_weights, average_attn_weights)
-    elif mask is None or (is_flag(mask) and query.lengths == key.lengths):
-        own = sequences(query.lengths, key.lengths)
-        out, _ = module.attend(q_BHLK, k_BHSK, v_BHSK, own if mask is None else own & mask, *drops)
-    else:  # it speaks of positions in a sample, not in the row
+        k_BHSK, v_BHSK, mask = options.with_extra_keys(module, k_BHSK, v_BHSK, mask)
+        out, weights = module.attend(q_BHLK, k_BHSK, v_BHSK, mask, *drops, need_weights, average_attn_weights, *scoring)
+    elif (own := _of_rows(mask, query, key)) is not None:
+        out, _ = module.attend(q_BHLK, k_BHSK, v_BHSK, own, *drops, False, True, *scoring)
+    else:  # the mask speaks of positions in a sample, not in the row
         heads = q_BHLK.split(query.lengths, 2), k_BHSK.split(key.lengths, 2), v_BHSK.split(key.lengths, 2)
-        out = torch.cat([module.attend(q, k, v, mask, *drops)[0] for q, k, v in zip(*heads, strict=True)], dim=2)
+        out = torch.cat(
+            [module.attend(*one, mask, *drops, False, True, *scoring)[0] for one in zip(*heads, strict=True)], 2
+        )
     out_PD = out.transpose(1, 2).flatten(2).flatten(0, 1)
     if places is not None:
         out_PD = out_PD.index_select(0, places)
@@ -127,8 +143,20 @@ def attend_nested(
             lengths = torch.tensor(query.lengths, device=places.device)
             none_BL = torch.arange(query.longest, device=places.device) >= lengths[:, None]
             weights = weights.masked_fill(none_BL.view(len(lengths), *(1,) * (weights.dim() - 3), query.longest, 1), 0)
+    if module.extended:
+        out_PD = options.gated(module, query.values, out_PD)
     out_PD = module.out_proj(out_PD.unsqueeze(0)).squeeze(0)
     return query.like(out_PD), None if weights is None else weights.to(query.values.dtype)
+
+
+def _of_rows(mask: Mask | None, query: Samples, key: Samples) -> Mask | None:
+    """What keeps the samples of two rows apart and holds in each of them; None: it cannot be said of a row."""
+    added = [term for term in ([] if mask is None else terms(mask)) if isinstance(term, Alibi)]
+    others = [term for term in ([] if mask is None else terms(mask)) if not isinstance(term, Alibi)]
+    band = as_band(functools.reduce(operator.and_, others) if others else None)
+    if band is None or (added and query.lengths != key.lengths):  # distances are counted in the row
+        return None
+    return functools.reduce(operator.and_, added, sequences(query.lengths, key.lengths, band))
 
 
 def _pad(heads_1HPK: Tensor, row: Samples, places: Tensor | None) -> Tensor:
@@ -142,6 +170,8 @@ def _pad(heads_1HPK: Tensor, row: Samples, places: Tensor | None) -> Tensor:
 
 def _is_worth(q_1HPK: Tensor, k: Tensor, v: Tensor, query: Samples, key: Samples, dropout: float) -> bool:
     """Whether attention runs sequence by sequence: what is no position costs more than a loop would."""
+    if takes(q_1HPK, k, v):
+        return dropout == 0
     if not readable(q_1HPK):
         return False
     B = len(query.lengths)

@@ -19,6 +19,7 @@ from headwise._checks import class_of, invalid
 from headwise.core import layouts
 from headwise.core.layouts import CHILDREN, TORCH_NAMES, WEIGHTS
 from headwise.core.multihead import Attend, MultiheadAttention
+from headwise.core.options import HELD
 from headwise.layers import transformer
 from headwise.layers.exchange import Exchanges
 
@@ -42,7 +43,7 @@ _NOISE |= {"__qualname__", "__type_params__"}
 _DROPPED = ("_qkv_same_embed_dim", "dropout", "head_dim")
 _OWN: dict[type[nn.Module], frozenset[str]] = {  # names of attributes and children that ours has and torch's does not
     MultiheadAttention: frozenset(
-        (*CHILDREN, "attn_dropout", "attend", "average_attn_weights", "torch_names", "_warned_of_zero_one")
+        (*CHILDREN, *HELD, "attn_dropout", "attend", "average_attn_weights", "torch_names", "_warned_of_zero_one")
     ),
     transformer.TransformerEncoderLayer: frozenset(("linear3",)),
     transformer.TransformerDecoderLayer: frozenset(("linear3",)),
@@ -308,6 +309,9 @@ def _torch_parameters(
 
 def _check_options(function: str, module: MultiheadAttention, path: str) -> None:
     """Hold that our attention does no more than torch's can."""
+    if module.extended:
+        rule = "have none of the options that torch's layer lacks (grouped heads, positions, a gate and so on)"
+        raise invalid(function, path, rule, repr(module).partition("\n")[0])
     if not module.average_attn_weights:
         raise invalid(function, f"{path}.average_attn_weights", "be True, as torch's layer always is", False)
     drop, attend = module._modules.get("attn_dropout"), module._modules.get("attend")

@@ -5,17 +5,20 @@ Axis letters: B batch, D width, H heads, L positions, S keys (L = S here).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from headwise._checks import invalid
-from headwise.core.masks import Mask
+from headwise.core.algebra import Mask
+from headwise.core.cache import Cache, CacheList, CrossCache, all_or_nothing, self_cache
 from headwise.core.multihead import MultiheadAttention
 from headwise.layers.feedforward import Activation, Norm, check_dropout
-from headwise.layers.parts import DecoderParts, EncoderParts, check_attention, given
+from headwise.layers.packing import find_stack_packing
+from headwise.layers.parts import DecoderParts, EncoderParts, check_attention, close_stack, given, run_layers
 
 
 class EncoderBlock(EncoderParts):
@@ -110,6 +113,7 @@ class EncoderBlock(EncoderParts):
         *,
         query_padding_mask: Tensor | None = None,
         mask: Mask | None = None,
+        cache: Cache | None = None,
         need_weights: bool = False,
         average_attn_weights: bool | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -124,6 +128,7 @@ class EncoderBlock(EncoderParts):
                 exactly 0. Where key_padding_mask hides the same position, nothing that x holds there, NaN included,
                 reaches a result or a gradient.
             mask: a Mask of `headwise.masks` (True may attend), intersected with the above.
+            cache: of earlier positions, from `make_cache`; x are the new ones. Masks as in `MultiheadAttention`.
             need_weights: True returns the attention weights too.
             average_attn_weights: True averages them over heads, False gives each head's. None: as the attention does.
 
@@ -132,16 +137,29 @@ class EncoderBlock(EncoderParts):
             before dropout.
 
         Raises:
-            ValueError: sizes or dtypes that do not fit; `mask` with an attention of torch's.
+            ValueError: sizes or dtypes that do not fit; `mask` or `cache` with an attention of torch's.
         """
         words = given(
             key_padding_mask=key_padding_mask,
             attn_mask=attn_mask,
             is_causal=is_causal or None,
             mask=mask,
+            cache=cache,
             average_attn_weights=average_attn_weights,
         )
         return self._encode(x, query_padding_mask, need_weights, words)
+
+    def make_cache(self, max_length: int | None = None, *, window: int | None = None) -> Cache:
+        """A cache for decoding, empty: a `StaticCache` of max_length, or a `RollingCache` of window.
+
+        Args:
+            max_length: positions there is room for, prompt and padding included.
+            window: positions that each position sees, its own included, of any number of positions.
+
+        Raises:
+            ValueError: both or none are given, or one below 1.
+        """
+        return self_cache(f"{type(self).__name__}.make_cache", max_length, window)
 
 
 class DecoderBlock(DecoderParts):
@@ -241,6 +259,7 @@ class DecoderBlock(DecoderParts):
         query_padding_mask: Tensor | None = None,
         mask: Mask | None = None,
         memory_mask: Mask | None = None,
+        cache: CacheList | None = None,
         need_weights: bool = False,
         average_attn_weights: bool | None = None,
     ) -> Tensor | tuple[Tensor, tuple[Tensor, Tensor]]:
@@ -258,6 +277,8 @@ class DecoderBlock(DecoderParts):
                 exactly 0, and where key_padding_mask hides the same position nothing in it has an influence.
             mask: a Mask of `headwise.masks` (True may attend) for the self-attention, intersected with the above.
             memory_mask: one for the attention to the memory.
+            cache: of earlier positions and of the memory, from `make_cache`; x are the new positions, memory is the
+                same in each call. Masks as in `MultiheadAttention`.
             need_weights: True returns the weights of both attentions too.
             average_attn_weights: True averages them over heads, False gives each head's. None: as the attention does.
 
@@ -266,22 +287,39 @@ class DecoderBlock(DecoderParts):
             (B, H, L, S), without B if unbatched, before dropout.
 
         Raises:
-            ValueError: sizes or dtypes that do not fit; a Mask with an attention of torch's.
+            ValueError: sizes or dtypes that do not fit; a Mask or `cache` with an attention of torch's.
         """
+        own_cache, cross_cache = (None, None) if cache is None else _parts_of("DecoderBlock", cache, 2)
         words = given(
             key_padding_mask=key_padding_mask,
             attn_mask=attn_mask,
             is_causal=is_causal or None,
             mask=mask,
+            cache=own_cache,
             average_attn_weights=average_attn_weights,
         )
         memory_words = given(
             key_padding_mask=memory_key_padding_mask,
             attn_mask=memory_attn_mask,
             mask=memory_mask,
+            cache=cross_cache,
             average_attn_weights=average_attn_weights,
         )
-        return self._decode(x, memory, query_padding_mask, need_weights, words, memory_words)
+        return all_or_nothing(
+            cache, lambda: self._decode(x, memory, query_padding_mask, need_weights, words, memory_words)
+        )
+
+    def make_cache(self, max_length: int | None = None, *, window: int | None = None) -> CacheList:
+        """The caches for decoding, empty: as `EncoderBlock.make_cache`, and a `CrossCache` for the memory.
+
+        Args:
+            max_length: positions there is room for, prompt and padding included.
+            window: positions that each position sees, its own included, of any number of positions.
+
+        Raises:
+            ValueError: both or none are given, or one below 1.
+        """
+        return CacheList([self_cache(f"{type(self).__name__}.make_cache", max_length, window), CrossCache()])
 
 
 class Encoder(nn.Module):
@@ -317,6 +355,7 @@ class Encoder(nn.Module):
         *,
         query_padding_mask: Tensor | None = None,
         mask: Mask | None = None,
+        cache: CacheList | None = None,
         need_weights: bool = False,
         average_attn_weights: bool | None = None,
     ) -> Tensor | tuple[Tensor, list[Tensor]]:
@@ -329,6 +368,7 @@ class Encoder(nn.Module):
             is_causal: as there.
             query_padding_mask: as there; the output is exactly 0 at padding, behind the last norm too.
             mask: as there.
+            cache: of earlier positions, from `make_cache`, one for each block.
             need_weights: True returns each block's weights too.
             average_attn_weights: as there.
 
@@ -347,17 +387,39 @@ class Encoder(nn.Module):
             average_attn_weights=average_attn_weights,
             need_weights=need_weights or None,
         )
-        weights: list[Tensor] = []
-        for layer in self.layers:
-            x = layer(x, **words)
-            if need_weights:
-                x, its_weights = x
-                weights.append(its_weights)
-        if self.norm is not None:
-            x = self.norm(x)
-            if query_padding_mask is not None:
-                x = x.masked_fill(query_padding_mask[..., None], 0.0)
+        rows = None if need_weights else query_padding_mask
+        packing = find_stack_packing(EncoderBlock, self.layers, x, rows, words | given(cache=cache))
+        if packing is not None:
+            x, words = packing.pack(x), {"mask": packing.own.mask}
+        caches = _each("Encoder", cache, len(self.layers))
+        step = partial(_call, (), words, caches)
+        x, weights = all_or_nothing(cache, partial(run_layers, self.layers, step, x, need_weights))
+        x = close_stack(x, packing, self.norm, query_padding_mask)
         return (x, weights) if need_weights else x
+
+    def make_cache(self, max_length: int | None = None, *, window: int | None = None) -> CacheList:
+        """The caches for decoding, empty, one for each block, which is asked for it.
+
+        Args:
+            max_length: positions there is room for, prompt and padding included.
+            window: positions that each position sees, its own included, of any number of positions.
+
+        Raises:
+            ValueError: both or none are given, or one below 1, or a block has no `make_cache`.
+
+        Example:
+            >>> import torch
+            >>> from headwise import Encoder, EncoderBlock
+            >>> model = Encoder([EncoderBlock(64, 4) for _ in range(2)])
+            >>> cache = model.make_cache(max_length=16)
+            >>> with torch.no_grad():
+            ...     for token in torch.randn(2, 3, 64).split(1, dim=1):
+            ...         out = model(token, is_causal=True, cache=cache)
+            ...     cache.reorder([1, 1])
+            >>> out.shape, cache.length
+            (torch.Size([2, 1, 64]), 3)
+        """
+        return _stack_cache(self, max_length, window)
 
 
 class Decoder(nn.Module):
@@ -397,6 +459,7 @@ class Decoder(nn.Module):
         query_padding_mask: Tensor | None = None,
         mask: Mask | None = None,
         memory_mask: Mask | None = None,
+        cache: CacheList | None = None,
         need_weights: bool = False,
         average_attn_weights: bool | None = None,
     ) -> Tensor | tuple[Tensor, list[tuple[Tensor, Tensor]]]:
@@ -413,6 +476,7 @@ class Decoder(nn.Module):
             query_padding_mask: as there; the output is exactly 0 at padding, behind the last norm too.
             mask: as there.
             memory_mask: as there.
+            cache: of earlier positions and of the memory, from `make_cache`, one for each block.
             need_weights: True returns each block's weights too.
             average_attn_weights: as there.
 
@@ -434,17 +498,81 @@ class Decoder(nn.Module):
             average_attn_weights=average_attn_weights,
             need_weights=need_weights or None,
         )
-        weights: list[tuple[Tensor, Tensor]] = []
-        for layer in self.layers:
-            x = layer(x, memory, **words)
-            if need_weights:
-                x, its_weights = x
-                weights.append(its_weights)
-        if self.norm is not None:
-            x = self.norm(x)
-            if query_padding_mask is not None:
-                x = x.masked_fill(query_padding_mask[..., None], 0.0)
+        cross = given(key_padding_mask=memory_key_padding_mask, attn_mask=memory_attn_mask, mask=memory_mask)
+        rows = None if need_weights else query_padding_mask
+        packing = find_stack_packing(DecoderBlock, self.layers, x, rows, words | given(cache=cache), memory, cross)
+        if packing is not None and packing.cross is not None:
+            words = {"mask": packing.own.mask, "memory_mask": packing.cross.mask}
+            x, memory = packing.pack(x), packing.cross.keys.pack(memory)
+        caches = _each("Decoder", cache, len(self.layers))
+        step = partial(_call, (memory,), words, caches)
+        x, weights = all_or_nothing(cache, partial(run_layers, self.layers, step, x, need_weights))
+        x = close_stack(x, packing, self.norm, query_padding_mask)
         return (x, weights) if need_weights else x
+
+    def make_cache(self, max_length: int | None = None, *, window: int | None = None) -> CacheList:
+        """The caches for decoding, empty, one for each block, which is asked for it.
+
+        Args:
+            max_length: positions there is room for, prompt and padding included.
+            window: positions that each position sees, its own included, of any number of positions.
+
+        Raises:
+            ValueError: both or none are given, or one below 1, or a block has no `make_cache`.
+
+        Example:
+            >>> import torch
+            >>> from headwise import Decoder, DecoderBlock
+            >>> model = Decoder([DecoderBlock(64, 4) for _ in range(2)])
+            >>> memory = torch.randn(2, 7, 64)
+            >>> cache = model.make_cache(max_length=16)
+            >>> with torch.no_grad():
+            ...     for token in torch.randn(2, 3, 64).split(1, dim=1):
+            ...         out = model(token, memory, is_causal=True, cache=cache)
+            ...     cache.reorder([1, 1])
+            >>> out.shape, cache.length
+            (torch.Size([2, 1, 64]), 3)
+        """
+        return _stack_cache(self, max_length, window)
+
+
+def _call(
+    given: tuple[Tensor, ...], words: dict[str, Any], caches: Iterator[dict[str, Any]], block: nn.Module, x: Tensor
+) -> Any:
+    """A block of a stack, with its own cache."""
+    return block(x, *given, **words, **next(caches))
+
+
+def _each(name: str, cache: CacheList | None, number: int) -> Iterator[dict[str, Any]]:
+    """For each block of a stack, what its call says of its cache."""
+    return iter([{}] * number if cache is None else [{"cache": one} for one in _parts_of(name, cache, number)])
+
+
+def _stack_cache(stack: Encoder | Decoder, max_length: int | None, window: int | None) -> CacheList:
+    """The caches that the blocks of a stack make.
+
+    Raises:
+        ValueError: a block does not know how.
+    """
+    name, caches = type(stack).__name__, []
+    for layer in stack.layers:
+        make = getattr(layer, "make_cache", None)
+        if make is None:
+            rule = "have make_cache, as headwise's blocks have, or CacheList be made by hand"
+            raise invalid(f"{name}.make_cache", "layers", rule, type(layer).__name__)
+        caches.append(make(max_length, window=window))
+    return CacheList(caches)
+
+
+def _parts_of(name: str, cache: object, count: int) -> CacheList:
+    """The caches of so many parts.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if not isinstance(cache, CacheList) or len(cache) != count:
+        raise invalid(name, "cache", f"be a CacheList of {count}; make_cache gives one", repr(cache))
+    return cache
 
 
 def _blocks(name: str, layers: Iterable[nn.Module]) -> nn.ModuleList:

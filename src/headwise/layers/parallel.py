@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from headwise._checks import class_of, invalid
+from headwise.core import algebra
+from headwise.core.algebra import Given, Mask
 from headwise.core.layouts import CHILDREN, is_hooked, is_plain, is_sharded
 from headwise.core.lowering import Size
-from headwise.core.masks import Given, Mask
 from headwise.core.multihead import Attend, MultiheadAttention
+from headwise.core.positions import Alibi, Rotary
 from headwise.layers.feedforward import FeedForward, are_ours
 
 if TYPE_CHECKING:
@@ -31,7 +33,8 @@ _MODULES = frozenset((nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.LeakyReLU, nn.ELU, 
 _FUNCTIONS = (F.relu, F.gelu, F.silu, F.leaky_relu, F.elu, F.mish, torch.relu, torch.tanh, torch.sigmoid)
 
 _TORCHS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-_STEPS = ("forward", "_project", "_append", "_short_call")  # of an attention: what a subclass may not change
+_STEPS = ("forward", "_project")  # of an attention: what a subclass may not change
+_SINK = 5  # where among the arguments of `attend` after the mask
 
 
 def tp_plan(model: nn.Module) -> dict[str, ParallelStyle]:
@@ -44,17 +47,18 @@ def tp_plan(model: nn.Module) -> dict[str, ParallelStyle]:
         model: holds layers of ours; not sharded and not wrapped yet. `upgrade` it first if they are torch's.
 
     Returns:
-        A style for each name: of every `MultiheadAttention`, q_proj, k_proj and v_proj `ColwiseParallel`, out_proj
-        `RowwiseParallel`, and the attention itself one of ours, which shards `bias_k` and `bias_v`, gives each process
-        the masks of its heads, and puts the returned weights together; of every block's feed-forward, linear1 and
+        A style for each name: of every `MultiheadAttention`, q_proj, k_proj, v_proj and gate_proj `ColwiseParallel`,
+        out_proj `RowwiseParallel`, and the attention itself one of ours, which shards `bias_k` and `bias_v`, gives each
+        process the masks of its heads, and puts the weights together; of every block's feed-forward, linear1 and
         linear3 `ColwiseParallel`, linear2 `RowwiseParallel`. Modules that are shared come once. A feed-forward is left
         out, and so computed whole on each process, where its activation is not one of torch's elementwise ones.
 
     Raises:
         ValueError: the model holds none of our layers; an attention is fused, a subclass with another forward, or has
             another dropout on its weights than `nn.Dropout`; a projection is adapted, quantized, sharded already, or
-            has parameters or a place in common with something else. And, from `parallelize_module` on each process
-            alike and before anything is sharded: the size of the mesh divides not every H and M.
+            has parameters or a place in common with something else; queries and keys are normed with learned weights.
+            And, from `parallelize_module` on each process alike and before anything is sharded: the size of the mesh
+            divides not every H, G and M.
 
     Outputs, gradients, returned weights and trained parameters are those of one process, in train and in eval, with all
     masks. A hook on `attend`, and one on `attn_dropout`, sees the H / n heads of its process.
@@ -119,7 +123,10 @@ def _parts(name: str, module: nn.Module) -> list[_Part]:
     start = f"{name}." if name else ""
     if isinstance(module, MultiheadAttention):
         _check_attention(name, module)
-        children = [_Part(start + child, cast(nn.Module, module._modules[child]), "columns") for child in CHILDREN]
+        columns = [*CHILDREN, "gate_proj"] if "gate_proj" in module._modules else CHILDREN
+        children = [_Part(start + child, cast(nn.Module, module._modules[child]), "columns") for child in columns]
+        if module.num_kv_heads != module.num_heads:
+            children[1] = children[1]._replace(width="num_kv_heads", size=module.num_kv_heads)
         rows = _Part(f"{start}out_proj", module.out_proj, "rows")
         parts = [_Part(name, module, "heads", "num_heads", module.num_heads), *children, rows]
     elif isinstance(module, FeedForward) and _is_elementwise(module):
@@ -160,6 +167,14 @@ def _check_attention(name: str, attention: MultiheadAttention) -> None:
     if type(attention.attn_dropout) is not nn.Dropout:
         rule = "be an nn.Dropout: it would see the heads of one process"
         raise invalid("tp_plan", f"{shown}.attn_dropout", rule, type(attention.attn_dropout).__name__)
+    for norm in ("q_norm", "k_norm"):
+        child = attention._modules.get(norm)
+        if child is not None and any(True for _ in child.parameters()):
+            rule = "have no parameters, whose gradients are of all heads; pass a qk_norm that makes norms without any"
+            raise invalid("tp_plan", f"{shown}.{norm}", rule, repr(child))
+    positions = attention._modules.get("positions")
+    if positions is not None and type(positions) not in (Rotary, Alibi):
+        raise invalid("tp_plan", f"{shown}.positions", "be a Rotary or an Alibi", class_of(positions))
     for bias in ("bias_k", "bias_v"):
         if getattr(attention, bias) is not None and not is_plain(attention._parameters.get(bias)):
             raise invalid("tp_plan", f"{shown}.{bias}", "be a plain Parameter", "a parametrized or sharded one")
@@ -262,8 +277,11 @@ def _check_sizes(sizes: tuple[tuple[str, str, int], ...], mesh: DeviceMesh) -> N
 
 
 def _before(mesh: DeviceMesh, given: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The masks of this process's heads."""
+    """The masks of this process's heads, and their sinks."""
     query, key, value, mask, *rest = given
+    if len(rest) > _SINK and rest[_SINK] is not None:
+        H = query.shape[1]
+        rest[_SINK] = _summed(mesh, rest[_SINK]).narrow(0, mesh.get_local_rank() * H, H)
     return (query, key, value, None if mask is None else _own(mesh, mask), *rest)
 
 
@@ -283,17 +301,17 @@ def _after(mesh: DeviceMesh, result: tuple[Tensor, Tensor | None]) -> tuple[Tens
 
 def _own(mesh: DeviceMesh, mask: Mask) -> Mask:
     """The mask for this process's heads, its structure kept, so that kernels see the same flags and lengths."""
-    if not isinstance(mask, Given):
+    if not isinstance(mask, (Given, algebra.Alibi)):
         if not mask.parts:
             return mask
         changed = copy.copy(mask)
         changed.parts = tuple(_own(mesh, part) for part in mask.parts)
         return changed
-    (tensor,) = mask.tensors
+    tensor, *others = mask.tensors
     if tensor.requires_grad and torch.is_grad_enabled():
         mask = copy.copy(mask)
-        mask.tensors = (_summed(mesh, tensor),)
-    speaks = tensor.dim() == 3 or (tensor.dim() == 4 and tensor.shape[1] != 1)
+        mask.tensors = (_summed(mesh, tensor), *others)
+    speaks = isinstance(mask, algebra.Alibi) or tensor.dim() == 3 or (tensor.dim() == 4 and tensor.shape[1] != 1)
     return _OwnHeads(mask, mesh.get_local_rank(), mesh.size()) if speaks else mask
 
 

@@ -5,18 +5,19 @@ Axis letters: B batch, D width, H heads, L positions, S keys.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from headwise._checks import invalid, kind_of
+from headwise.core.algebra import Mask
 from headwise.core.inputs import cure_for
-from headwise.core.masks import Mask
 from headwise.core.multihead import MultiheadAttention
 from headwise.core.nested import Samples, read_samples
 from headwise.layers.feedforward import Activation, FeedForward, Norm, make_norm
-from headwise.layers.packing import find_packing, find_samples
+from headwise.layers.packing import BlockPacking, find_packing, find_samples
 
 
 class BlockParts(FeedForward):
@@ -72,11 +73,11 @@ class EncoderParts(BlockParts):
             x, samples = _unwrapped(self, x)
         else:
             check_rows(name, "query_padding_mask", rows, x, batch_first)
-            packing = None if need_weights else find_packing(self, x, rows, words, batch_first)
+            packing = None if need_weights else find_packing([self], x, rows, words)
             if packing is None:
                 x = silence(x, rows, words.get("key_padding_mask"), batch_first)
             else:
-                x, words = packing.pack(x), {**words, "mask": packing.mask, "key_padding_mask": None}
+                x, words = packing.pack(x), {"mask": packing.own.mask}
         attend_to = first_norm(name, self.norm1, x) if self.norm_first else x
         attended, weights = attend(name, self.self_attn, attend_to, attend_to, need_weights, words, samples)
         x = x + self.dropout1(attended)
@@ -114,12 +115,18 @@ class DecoderParts(BlockParts):
         """The block. `rows` is the query padding mask; the words are those of each attention that say something."""
         name, batch_first = type(self).__name__, is_batch_first(self.self_attn)
         check_input(name, self._input_word, x)
-        samples = None
+        packing = samples = None
         if rows is None:
             x, samples = _unwrapped(self, x)
         else:
             check_rows(name, "query_padding_mask", rows, x, batch_first)
-            x = silence(x, rows, words.get("key_padding_mask"), batch_first)
+            if not need_weights:
+                packing = find_packing([self], x, rows, words, memory, memory_words)
+            if packing is None or packing.cross is None:
+                x = silence(x, rows, words.get("key_padding_mask"), batch_first)
+            else:
+                x, words = packing.pack(x), {"mask": packing.own.mask}
+                memory, memory_words = packing.cross.keys.pack(memory), {"mask": packing.cross.mask}
         extras = (need_weights, memory_words, samples)
         if self.norm_first:
             y = first_norm(name, self.norm1, x)
@@ -134,6 +141,8 @@ class DecoderParts(BlockParts):
             attended, cross = attend(name, self.multihead_attn, x, memory, *extras)
             x = self.norm2(x + self.dropout2(attended))
             x = self.norm3(x + self.dropout3(self._feed_forward(x)))
+        if packing is not None:
+            return packing.unpack(x)
         if rows is not None:
             x = zero_rows(x, rows, batch_first)
         if samples is not None:
@@ -143,6 +152,31 @@ class DecoderParts(BlockParts):
         if rows is not None:
             own, cross = _zero_weights(own, rows), _zero_weights(cross, rows)
         return x, (own, cross)
+
+
+def run_layers(
+    layers: Iterable[nn.Module], step: Callable[[nn.Module, Tensor], Any], x: Tensor, need_weights: bool
+) -> tuple[Tensor, list[Any]]:
+    """The layers one after the other, and what each returns beside its output."""
+    extras = []
+    for layer in layers:
+        x = step(layer, x)
+        if need_weights:
+            x, its_own = x
+            extras.append(its_own)
+    return x, extras
+
+
+def close_stack(
+    x: Tensor, packing: BlockPacking | None, norm: nn.Module | None, rows: Tensor | None, batch_first: bool = True
+) -> Tensor:
+    """What comes after the last layer: padding again where it was left out, the norm, and 0 at `rows` behind it."""
+    if packing is not None:
+        x = packing.unpack(x)
+        if norm is None:
+            return x
+    x = x if norm is None else norm(x)
+    return x if rows is None else zero_rows(x, rows, batch_first)
 
 
 def given(**words: Any) -> dict[str, Any]:
@@ -201,10 +235,11 @@ def attend(
 def _words_for_torch(
     name: str, attention: nn.MultiheadAttention, x: Tensor, memory: Tensor, words: dict[str, Any]
 ) -> dict[str, Any]:
-    """torch's attention has no Mask, and takes is_causal as a mere hint: written out."""
-    if words.get("mask") is not None:
-        cure = "be None with a torch.nn.MultiheadAttention, which has attn_mask only; use headwise.MultiheadAttention"
-        raise invalid(name, "mask", cure, words["mask"], x=x)
+    """torch's attention has no Mask and no cache, and takes is_causal as a mere hint: written out."""
+    for word, instead in (("mask", "attn_mask only"), ("cache", "none")):
+        if words.get(word) is not None:
+            cure = f"be None with a torch.nn.MultiheadAttention, which has {instead}; use headwise.MultiheadAttention"
+            raise invalid(name, word, cure, words[word], x=x)
     if not words.get("is_causal"):
         return words
     if x.is_nested or memory.is_nested:

@@ -28,18 +28,21 @@ from torch.nn import functional as F
 
 from headwise._checks import invalid, positive, shape_of
 from headwise.core import layouts
-from headwise.core.masks import Mask
+from headwise.core.algebra import Mask
 from headwise.core.multihead import MultiheadAttention
 from headwise.core.projections import ProjectedAttention
 from headwise.layers.blocks import DecoderBlock, EncoderBlock
 from headwise.layers.feedforward import Activation, Norm, check_dropout, make_norm
+from headwise.layers.packing import find_stack_packing
 from headwise.layers.parts import (
     DecoderParts,
     EncoderParts,
     check_input,
     check_rows,
+    close_stack,
     given,
     is_batch_first,
+    run_layers,
     told,
     zero_rows,
 )
@@ -373,18 +376,21 @@ class TransformerEncoder(nn.Module):
             check_rows("TransformerEncoder", "src_key_padding_mask", rows, src, batch_first)
         extras = given(need_weights=need_weights or None, average_attn_weights=average_attn_weights)
         words = {"src_mask": mask, "src_key_padding_mask": src_key_padding_mask, "is_causal": bool(is_causal)}
-        weights: list[Tensor] = []
-        for layer in self.layers:
-            x = layer(x, **told(self, layer, TransformerEncoderLayer, words, extras, x, x, batch_first, rows))
-            if need_weights:
-                x, its_weights = x
-                weights.append(its_weights)
-        if rows is not None:
-            x = zero_rows(x, rows, batch_first)
-        if self.norm is not None:
-            x = self.norm(x)
-            if query_padding_mask is not None:
-                x = zero_rows(x, query_padding_mask, batch_first)
+        packing = None
+        if rows is not None and not need_weights:
+            asked = _words(mask, src_key_padding_mask, bool(is_causal), None)
+            packing = find_stack_packing(TransformerEncoderLayer, self.layers, x, rows, asked)
+        if packing is not None:
+            x, words = packing.pack(x), {"src_mask": packing.own.mask}
+        hidden = rows if packing is None else None
+
+        def step(layer: nn.Module, x: Tensor) -> Any:
+            return layer(x, **told(self, layer, TransformerEncoderLayer, words, extras, x, x, batch_first, hidden))
+
+        x, weights = run_layers(self.layers, step, x, need_weights)
+        if hidden is not None:
+            x = zero_rows(x, hidden, batch_first)
+        x = close_stack(x, packing, self.norm, query_padding_mask, batch_first)
         return (x, weights) if need_weights else x
 
 
@@ -473,17 +479,21 @@ class TransformerDecoder(nn.Module):
             "tgt_is_causal": bool(tgt_is_causal),
             "memory_is_causal": memory_is_causal,
         }
-        weights: list[_Pair] = []
-        for layer in self.layers:
-            said = told(self, layer, TransformerDecoderLayer, words, extras, x, memory, batch_first, query_padding_mask)
-            x = layer(x, memory, **said)
-            if need_weights:
-                x, pair = x
-                weights.append(pair)
-        if self.norm is not None:
-            x = self.norm(x)
-        if query_padding_mask is not None:
-            x = zero_rows(x, query_padding_mask, batch_first)
+        rows = None if need_weights else query_padding_mask
+        asked = _words(tgt_mask, tgt_key_padding_mask, bool(tgt_is_causal), None)
+        cross = _words(memory_mask, memory_key_padding_mask, memory_is_causal, None)
+        packing = find_stack_packing(TransformerDecoderLayer, self.layers, x, rows, asked, memory, cross)
+        rows = query_padding_mask
+        if packing is not None and packing.cross is not None:
+            words = {"tgt_mask": packing.own.mask, "memory_mask": packing.cross.mask}
+            x, memory, rows = packing.pack(x), packing.cross.keys.pack(memory), None
+
+        def step(layer: nn.Module, x: Tensor) -> Any:
+            said = told(self, layer, TransformerDecoderLayer, words, extras, x, memory, batch_first, rows)
+            return layer(x, memory, **said)
+
+        x, weights = run_layers(self.layers, step, x, need_weights)
+        x = close_stack(x, packing, self.norm, query_padding_mask, batch_first)
         return (x, weights) if need_weights else x
 
 
