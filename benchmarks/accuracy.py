@@ -14,7 +14,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from benchmarks.run import machine
+from benchmarks.harness import machine
 from headwise import pipelines
 from headwise.data.timeseries import read_series
 

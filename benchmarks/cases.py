@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import headwise
+from benchmarks import peers
+from benchmarks.harness import Call, Case, parts
 from headwise.data.samples import collate, japanese_vowels
-
-Call = Callable[[], object]
 
 LARGE = (8, 512, 512, 8)  # B, L, D, H
 SHORT = ((1, 1, 64, 4), (1, 16, 64, 4), (8, 16, 64, 4), (32, 24, 64, 4), (1, 16, 256, 8), (1, 128, 256, 8))
@@ -27,21 +26,6 @@ LAYERS = {  # which layer -> masks it is measured under
     "six-layer encoder": ("none", "padding"),
 }
 SHORT_LAYER = (8, 16, 64, 4)  # where the calls around the products are what takes time
-
-
-@dataclass
-class Case:
-    """One row: `theirs` are torch's ways to make the call, of which the fastest counts.
-
-    `padding`, (B, L), says where outputs are not compared: torch's differ from one mode to the other there.
-    """
-
-    name: str
-    ours: Call
-    theirs: dict[str, Call]
-    flops: float
-    floor: float | None = None
-    padding: Tensor | None = None
 
 
 def lengths(batch: int, longest: int) -> Tensor:
@@ -135,11 +119,22 @@ def short(mode: str, shape: tuple[int, int, int, int], *, fused: bool) -> Case:
     B, L, D, H = shape
     ours, theirs, x = _modules(B, L, D, H, fused=fused, training=mode == "train")
     wrap: Callable[[Call], Call] = _inference if mode == "eval" else (lambda call: call)
+    others: dict[str, nn.Module | str] = {  # x-transformers has no biases
+        "direct SDPA": peers.Projected(theirs, F.scaled_dot_product_attention),
+        "Hugging Face": peers.hugging_face_layer(theirs, None),
+    }
+    for other in others.values():
+        if isinstance(other, nn.Module):
+            other.train(mode == "train")
     return Case(
         f"{shape}",
         wrap(lambda: ours(x, x, x, need_weights=False)[0]),
         {"torch": wrap(lambda: theirs(x, x, x, need_weights=False)[0])},
         attention_flops(B, L, D),
+        peers={
+            name: other if isinstance(other, str) else wrap(lambda layer=other: parts(layer(x))[0])
+            for name, other in others.items()
+        },
     )
 
 

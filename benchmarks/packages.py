@@ -24,8 +24,7 @@ import torch
 from torch import Tensor, nn
 
 import headwise
-from benchmarks.cases import Call, Case
-from benchmarks.run import Row, machine, measure
+from benchmarks.harness import Call, Case, Row, machine, measure
 
 KINDS = (
     nn.MultiheadAttention,

@@ -1,120 +1,73 @@
 """`make bench`: interleaved ratios of headwise to torch's best call, outputs asserted equal first.
 
-Each row is measured in rounds; in a round every call of the row runs once, in an order drawn anew, so that whatever
-else the machine does meets all of them. A ratio is the median over rounds of torch's time over headwise's: above 1,
-headwise is faster. Where torch has several ways to make a call, the one with the smallest median counts.
+benchmarks/harness.py says how a row is measured. Where torch has several ways to make a call, the one with the smallest
+median counts.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import gc
-import math
-import platform
-import random
 import statistics
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-import headwise
-from benchmarks.cases import LARGE, LAYERS, MASKS, SHORT, SHORT_LAYER, Call, Case, classifier, large, layer, short
+from benchmarks import peers, wasted
+from benchmarks.cases import LARGE, LAYERS, MASKS, SHORT, SHORT_LAYER, classifier, large, layer, short
+from benchmarks.harness import Row, machine, measure, product_peak
 
 # What the project promises of each group: every row's ratio, and the geometric mean of short calls.
 NEVER_BELOW = 0.97
-FLOORS = {"eval none": 1.2, "eval padding": 1.7}
+FLOORS = {"eval none": 1.2, "eval padding": 2.0, "train padding": 1.4}
 LAYER_FLOORS = {
     ("six-layer encoder", "eval padding"): 1.5,
     ("encoder layer", "eval padding"): 1.2,
     ("decoder layer", "eval padding"): 1.2,
     ("decoder layer", "eval causal, padding"): 1.2,
 }
-MEAN_FLOORS = {("fused", "eval"): 1.1, ("fused", "train"): 1.4, ("split", "eval"): 0.9, ("split", "train"): 1.1}
+MEAN_FLOORS = {("fused", "eval"): 1.2, ("fused", "train"): 1.4, ("split", "eval"): 0.9, ("split", "train"): 1.1}
+GROWTH = 1.2  # the most that time may grow beyond the length
+MEMORY = 1 / 3  # of torch's, with averaged weights
+
+B, L, D, H = LARGE
+SHORT_PEERS = ("direct SDPA", "Hugging Face")
+COLUMNS = ("slow path", "headwise nested", *peers.NAMES)
+Line = tuple[list[str], list[str]]  # the cells of a row, and what fell below its floor
 
 
-@dataclass
-class Row:
-    """A measured case."""
+@dataclass(frozen=True)
+class Table:
+    """A table: its group (`--only`), heading, what a reader has to know, its columns, and where its rows come from."""
 
-    name: str
-    ratio: float
-    low: float
-    high: float
-    best: str
-    share: float
-    floor: float | None
+    group: str
+    title: str
+    note: str
+    columns: tuple[str, ...]
+    lines: Callable[[float, int], Iterator[Line]]
 
 
-def measure(case: Case, *, rounds: int, repeats: int, peak: float) -> Row:
-    """Times of all calls of a case, as ratios."""
-    calls: dict[str, Call] = {"headwise": case.ours, **case.theirs}
-    agree(case)
-    for call in calls.values():
-        for _ in range(3):
-            call()
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    gc.collect()
-    gc.disable()
-    try:
-        for _ in range(rounds):
-            for name in random.sample(list(calls), len(calls)):
-                call = calls[name]
-                call()  # its weights and code are in the caches, as in a loop of its own
-                start = time.perf_counter()
-                for _ in range(repeats):
-                    call()
-                seconds[name].append((time.perf_counter() - start) / repeats)
-    finally:
-        gc.enable()
-    best = min(case.theirs, key=lambda name: statistics.median(seconds[name]))
-    ratios = sorted(theirs / ours for theirs, ours in zip(seconds[best], seconds["headwise"], strict=True))
-    low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
-    share = case.flops / statistics.median(seconds["headwise"]) / peak
-    return Row(case.name, statistics.median(ratios), low, high, best, share, case.floor)
+def ratio_cells(row: Row) -> list[str]:
+    """The columns that every table of ratios has."""
+    return [row.name, f"{row.ratio:.2f}", f"{row.low:.2f} to {row.high:.2f}", str(row.floor)]
 
 
-def agree(case: Case) -> None:
-    """Whatever is compared gives the same output first."""
-    ours = case.ours()
-    for name, call in case.theirs.items():
-        theirs = call()
-        assert isinstance(ours, Tensor)
-        assert isinstance(theirs, Tensor)
-        if case.padding is not None:
-            ours, theirs = (out.masked_fill(case.padding[..., None], 0) for out in (ours, theirs))
-        torch.testing.assert_close(
-            ours, theirs, rtol=1e-4, atol=1e-5, msg=lambda text, n=name: f"{case.name}, {n}: {text}"
-        )
-
-
-def product_peak() -> float:
-    """FLOP/s of a 2,048-cubed float32 matrix product, the best of several."""
-    a, b = torch.randn(2, 2048, 2048).unbind(0)
-    best = math.inf
-    for _ in range(7):
-        start = time.perf_counter()
-        a @ b
-        best = min(best, time.perf_counter() - start)
-    return 2 * 2048**3 / best
-
-
-def large_rows(peak: float, rounds: int) -> Iterator[tuple[str, Row]]:
+def large_lines(peak: float, rounds: int) -> Iterator[Line]:
     """B=8, L=512, in both layouts."""
     for layout in ("split", "fused"):
         for mode in ("eval", "train"):
             for kind in MASKS:
                 case = large(mode, kind, fused=layout == "fused")
                 case.floor = FLOORS.get(case.name, NEVER_BELOW)
-                yield layout, measure(case, rounds=rounds, repeats=1, peak=peak)
+                case.share = wasted.SHARE if kind == "none" else None
+                row = measure(case, rounds=rounds, repeats=1, peak=peak)
+                yield [layout, *ratio_cells(row), row.best, f"{row.share:.2f}"], row.below(layout)
 
 
-def layer_rows(peak: float, rounds: int) -> Iterator[tuple[str, Row]]:
+def layer_lines(peak: float, rounds: int) -> Iterator[Line]:
     """torch's layers beside the same after `upgrade`."""
     for which, kinds in LAYERS.items():
         for mode in ("eval", "train"):
@@ -122,14 +75,16 @@ def layer_rows(peak: float, rounds: int) -> Iterator[tuple[str, Row]]:
                 case = layer(mode, which, kind)
                 case.floor = LAYER_FLOORS.get((which, case.name), NEVER_BELOW)
                 turns = max(3, rounds // 3) if which == "six-layer encoder" else rounds
-                yield which, measure(case, rounds=turns, repeats=1, peak=peak)
+                row = measure(case, rounds=turns, repeats=1, peak=peak)
+                yield [which, *ratio_cells(row), f"{row.share:.2f}"], row.below(which)
     for mode in ("eval", "train"):
         for kind in LAYERS["encoder layer"]:
             case = layer(mode, "encoder layer", kind, SHORT_LAYER, fused=True)  # no floor: torch's is one fused call
-            yield f"short encoder layer {SHORT_LAYER}, fused", measure(case, rounds=3 * rounds, repeats=5, peak=peak)
+            row = measure(case, rounds=3 * rounds, repeats=5, peak=peak)
+            yield [f"short encoder layer {SHORT_LAYER}, fused", *ratio_cells(row), f"{row.share:.2f}"], []
 
 
-def short_rows(peak: float, rounds: int) -> Iterator[tuple[str, str, list[Row]]]:
+def short_lines(peak: float, rounds: int) -> Iterator[Line]:
     """The six short shapes, in both layouts."""
     for layout in ("fused", "split"):
         for mode in ("eval", "train"):
@@ -137,113 +92,136 @@ def short_rows(peak: float, rounds: int) -> Iterator[tuple[str, str, list[Row]]]
             for shape in SHORT:
                 case = short(mode, shape, fused=layout == "fused")
                 repeats = max(3, min(50, int(2e7 / case.flops)))
-                rows.append(measure(case, rounds=rounds, repeats=repeats, peak=peak))
-            yield layout, mode, rows
+                rows.append(measure(case, rounds=3 * rounds, repeats=repeats, peak=peak))
+            ratios = [row.ratio for row in rows]
+            mean = statistics.geometric_mean(ratios)
+            beside = [mean_cell([row.peers[name] for row in rows]) for name in SHORT_PEERS]
+            floor = MEAN_FLOORS[layout, mode]
+            missed = [f"short {layout} {mode}: geometric mean {mean:.2f}, floor {floor}"] if mean < floor else []
+            cells = [*(f"{value:.2f}" for value in (*ratios, mean)), str(floor), f"{min(ratios):.2f}", *beside]
+            yield [layout, mode, *cells], missed
 
 
-def classifier_rows(peak: float, rounds: int) -> Iterator[Row]:
+def mean_cell(cells: list[str]) -> str:
+    """The geometric mean of a peer's ratios, or why there are none."""
+    try:
+        return f"{statistics.geometric_mean(map(float, cells)):.2f}"
+    except ValueError:
+        return cells[0]
+
+
+def classifier_lines(peak: float, rounds: int) -> Iterator[Line]:
     """The demo's model beside itself on torch's attention: never slower."""
     for mode, floor in (("eval", NEVER_BELOW), ("train", 1.0)):
         case = classifier(mode)
         case.floor = floor
-        yield measure(case, rounds=rounds, repeats=3, peak=peak)
+        row = measure(case, rounds=3 * rounds, repeats=3, peak=peak)
+        yield ratio_cells(row), row.below("classifier")
 
 
-def machine() -> str:
-    """The processor's name where the system tells, versions and threads."""
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [
-            line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")
-        ]
-        name = names[0] if names else name
-    versions = f"torch {torch.__version__}, headwise {headwise.__version__}, Python {platform.python_version()}"
-    return f"{name} ({torch.backends.cpu.get_cpu_capability()}), {torch.get_num_threads()} threads; {versions}"
+def wasted_lines(peak: float, rounds: int) -> Iterator[Line]:
+    """What is not computed, beside those who compute it or leave it out too."""
+    for case in wasted.table(wasted.Setting()):
+        quick = case.name.startswith(("dense", "padded", "decoding"))  # the others' peers take seconds
+        turns = rounds if quick else max(3, rounds // 2)
+        row = measure(case, rounds=turns, repeats=1, peak=peak)
+        cells = [row.peers.get(name, "") for name in COLUMNS]
+        share = f"{row.share:.2f}" if row.share else ""
+        yield [*ratio_cells(row), row.best, share, *cells], row.below("wasted")
 
 
-def below(group: str, row: Row) -> list[str]:
-    """A line where the ratio is below its floor, else none."""
-    fails = row.floor is not None and row.ratio < row.floor
-    return [f"{group} {row.name}: {row.ratio:.2f}, floor {row.floor}"] if fails else []
+def growth_lines(peak: float, rounds: int) -> Iterator[Line]:
+    """A window's time as the row grows."""
+    for length, seconds, grown in wasted.growth(wasted.Setting(), rounds):
+        missed = [f"growth at {length}: {grown:.2f} times the length's, at most {GROWTH}"] if grown > GROWTH else []
+        yield [f"{length:,}", f"{1000 * seconds:.1f} ms", f"{grown:.2f}", str(GROWTH)], missed
+
+
+def memory_lines(peak: float, rounds: int) -> Iterator[Line]:
+    """What a call that returns weights holds."""
+    ours, theirs = wasted.memory(wasted.Setting())
+    part = ours / theirs
+    missed = [f"memory of weights: {part:.2f} of torch's, at most {MEMORY:.2f}"] if part > MEMORY else []
+    yield [*(f"{count / 2**20:.0f} MiB" for count in (ours, theirs)), f"{part:.2f}", f"{MEMORY:.2f}"], missed
+
+
+TABLES = (
+    Table(
+        "large",
+        f"B={B}, L={L}, D={D}, H={H}; train is forward and backward",
+        "`share` is headwise's part of the measured peak of a 2,048-cubed matrix product, counting every position; "
+        f"without a mask it is to be {wasted.SHARE} or more.",
+        ("layout", "case", "ratio", "quartiles", "floor", "torch's best call", "share"),
+        large_lines,
+    ),
+    Table(
+        "layers",
+        f"torch's layers beside the same after `headwise.upgrade`, M={4 * D}, padding {L // 8} to {L}",
+        "Train is a forward and a backward pass from real positions, without dropout.",
+        ("layer", "case", "ratio", "quartiles", "floor", "share"),
+        layer_lines,
+    ),
+    Table(
+        "short",
+        "Short calls, (B, L, D, H); forward only, train records gradients",
+        "The last columns are the geometric means of these peers' times over headwise's, in the same rounds.",
+        ("layout", "mode", *map(str, SHORT), "geometric mean", "floor", "lowest", *SHORT_PEERS),
+        short_lines,
+    ),
+    Table(
+        "classifier",
+        "The classifier of `headwise demo`, 32 padded utterances, beside itself on `nn.MultiheadAttention`",
+        "Train is a whole step: forward, loss, backward, AdamW.",
+        ("case", "ratio", "quartiles", "floor"),
+        classifier_lines,
+    ),
+    Table(
+        "wasted",
+        f"What nobody needs: padding {L // 8} to {L} at B={B}, D={D}, H={H}; rows of K={D // H}",
+        "The baseline is `nn.MultiheadAttention` for a batch, one SDPA with the mask for a row of heads, transformers' "
+        "static cache for decoding. Train is forward and backward, to the input too; eval is in inference mode. The "
+        "last columns ran in the same rounds and are their time over headwise's: `slow path` is torch's layer with its "
+        "fast path switched off; `headwise nested` ours on a jagged tensor; direct SDPA is by hand, the quickest of "
+        "its ways; Hugging Face is transformers' CLIP attention, or its SDPA function; FlexAttention is compiled; "
+        "nested is SDPA on a jagged tensor.",
+        ("case", "ratio", "quartiles", "floor", "best call", "share", *COLUMNS),
+        wasted_lines,
+    ),
+    Table(
+        "wasted",
+        f"A causal window of {wasted.Setting().window} keys as the row grows, forward and backward",
+        "`grown` is the time over that of the first row, over the length's ratio.",
+        ("length", "time", "grown", "at most"),
+        growth_lines,
+    ),
+    Table(
+        "wasted",
+        f"Memory that a call with averaged weights holds at once, L={wasted.Setting().weights:,}",
+        "Counted by torch's allocator, beyond the inputs and weights of the layer; torch is at its least.",
+        ("headwise", "torch", "part", "at most"),
+        memory_lines,
+    ),
+)
 
 
 def report(rounds: int, only: str | None) -> tuple[str, list[str]]:
     """The tables as Markdown, and what fell below its floor."""
     peak = product_peak()
-    B, L, D, H = LARGE
     how = (
         f"float32, {rounds} interleaved rounds a row, median (quartiles) of torch's time over headwise's; torch is at "
         "its best: fast path on, inference mode in eval, the quickest of its ways to make the call."
     )
-    lines = ["# headwise beside torch.nn.MultiheadAttention", "", f"{machine()}. {how}"]
+    lines = ["# headwise beside torch.nn.MultiheadAttention", "", f"{machine()}{peers.versions()}. {how}"]
     missed = []
-    if only in (None, "large"):
-        lines += [
-            "",
-            f"## B={B}, L={L}, D={D}, H={H}; train is forward and backward",
-            "",
-            "`share` is headwise's part of the measured peak of a 2,048-cubed matrix product, counting every position.",
-            "",
-            "| layout | case | ratio | quartiles | floor | torch's best call | share |",
-            "|---|---|---|---|---|---|---|",
-        ]
-        for layout, row in large_rows(peak, rounds):
-            lines.append(
-                f"| {layout} | {row.name} | {row.ratio:.2f} | {row.low:.2f} to {row.high:.2f} | {row.floor} "
-                f"| {row.best} | {row.share:.2f} |"
-            )
-            print(lines[-1], file=sys.stderr)
-            missed += below(layout, row)
-    if only in (None, "layers"):
-        lines += [
-            "",
-            f"## torch's layers beside the same after `headwise.upgrade`, M={4 * D}, padding {L // 8} to {L}",
-            "",
-            "Train is a forward and a backward pass from real positions, without dropout.",
-            "",
-            "| layer | case | ratio | quartiles | floor | share |",
-            "|---|---|---|---|---|---|",
-        ]
-        for which, row in layer_rows(peak, rounds):
-            lines.append(
-                f"| {which} | {row.name} | {row.ratio:.2f} | {row.low:.2f} to {row.high:.2f} | {row.floor} "
-                f"| {row.share:.2f} |"
-            )
-            print(lines[-1], file=sys.stderr)
-            missed += below(which, row)
-    if only in (None, "short"):
-        header = " | ".join(str(shape) for shape in SHORT)
-        lines += [
-            "",
-            "## Short calls, (B, L, D, H); forward only, train records gradients",
-            "",
-            f"| layout | mode | {header} | geometric mean | floor | lowest |",
-            "|---|---|" + "---|" * (len(SHORT) + 3),
-        ]
-        for layout, mode, rows in short_rows(peak, 3 * rounds):
-            ratios = [row.ratio for row in rows]
-            mean = math.exp(statistics.fmean(map(math.log, ratios)))
-            floor = MEAN_FLOORS[layout, mode]
-            cells = " | ".join(f"{ratio:.2f}" for ratio in ratios)
-            lines.append(f"| {layout} | {mode} | {cells} | {mean:.2f} | {floor} | {min(ratios):.2f} |")
-            print(lines[-1], file=sys.stderr)
-            if mean < floor:
-                missed.append(f"short {layout} {mode}: geometric mean {mean:.2f}, floor {floor}")
-    if only in (None, "classifier"):
-        lines += [
-            "",
-            "## The classifier of `headwise demo`, 32 padded utterances, beside itself on `nn.MultiheadAttention`",
-            "",
-            "Train is a whole step: forward, loss, backward, AdamW.",
-            "",
-            "| case | ratio | quartiles | floor |",
-            "|---|---|---|---|",
-        ]
-        for row in classifier_rows(peak, 3 * rounds):
-            lines.append(f"| {row.name} | {row.ratio:.2f} | {row.low:.2f} to {row.high:.2f} | {row.floor} |")
-            print(lines[-1], file=sys.stderr)
-            missed += below("classifier", row)
+    for table in TABLES:
+        if only not in (None, table.group):
+            continue
+        lines += ["", f"## {table.title}", "", *([table.note, ""] if table.note else [])]
+        lines += [f"| {' | '.join(table.columns)} |", "|" + "---|" * len(table.columns)]
+        for cells, below in table.lines(peak, rounds):
+            lines.append(f"| {' | '.join(cells)} |")
+            print(lines[-1], file=sys.stderr, flush=True)
+            missed += below
     return "\n".join(lines) + "\n", missed
 
 
@@ -253,8 +231,9 @@ def main() -> int:
     parser.add_argument(
         "--rounds", type=int, default=15, help="interleaved rounds a row (short and classifier rows: three times that)"
     )
-    parser.add_argument("--only", choices=("large", "layers", "short", "classifier"), help="one group of rows")
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/DATE.md too")
+    groups = list(dict.fromkeys(table.group for table in TABLES))
+    parser.add_argument("--only", choices=groups, help="one group of rows")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/DATE.md, or DATE-GROUP.md, too")
     parser.add_argument("--check", action="store_true", help="exit 1 if a ratio is below its floor")
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -263,7 +242,8 @@ def main() -> int:
     for line in missed:
         print(f"below its floor: {line}")
     if args.save:
-        path = Path(__file__).parent / "results" / f"{datetime.date.today():%Y-%m-%d}.md"
+        name = "-".join([f"{datetime.date.today():%Y-%m-%d}", *([args.only] if args.only else [])])
+        path = Path(__file__).parent / "results" / f"{name}.md"
         path.write_text(text + "".join(f"\nBelow its floor: {line}.\n" for line in missed))
         print(f"saved {path.name} in benchmarks/results")
     return 1 if args.check and missed else 0
