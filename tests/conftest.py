@@ -40,6 +40,32 @@ def _torch_state() -> Iterator[None]:
         torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """`thin(n)`: of a grid of parameters, what lies off every n-th diagonal is slow.
+
+    Every value of a parameter still runs by default, if the other parameters have n values or more.
+    """
+    thin = item.get_closest_marker("thin")
+    if thin is not None and sum(_places(item)) % thin.args[0]:
+        item.add_marker(pytest.mark.slow)
+
+
+def _places(item: pytest.Item) -> Iterator[int]:
+    """Where the test's values stand in the list of each `parametrize`; `callspec.indices` counts items, not these."""
+    for mark in item.iter_markers("parametrize"):
+        names, lists = mark.args
+        names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+        own = [item.callspec.params[name] for name in names]
+        for place, values in enumerate(lists):
+            if isinstance(values, type(pytest.param())):
+                values = values.values
+            elif len(names) == 1:
+                values = (values,)
+            if all(one is other for one, other in zip(values, own, strict=True)):
+                yield place
+                break
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if any(item.get_closest_marker("gpu") for item in items) and not torch.cuda.is_available():
         for item in items:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
 from tests.contract.source import module_name, source_files
 from tests.contract.test_layering import OPTIONAL
 
@@ -142,6 +143,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 def test_the_probe_catches_each_misdeed_and_no_other(tmp_path: Path) -> None:
     for name, (text, _) in BAD.items():
         (tmp_path / f"{name}.py").write_text(text)

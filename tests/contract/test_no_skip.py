@@ -53,6 +53,7 @@ def test_never_seen():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("no_skip", "outcome"),
     [("1", "1 failed, 2 passed, 1 skipped, 1 xfailed, 2 errors"), ("0", "2 passed, 4 skipped, 1 xfailed")],

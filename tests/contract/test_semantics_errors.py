@@ -123,7 +123,10 @@ def test_dropout_of_0_and_1_is_legal(probability: float) -> None:
     [(22, 4, "such as 20 or 24"), (3, 5, "such as 5 or 10"), (29, 7, "such as 28 or 35")],
 )
 def test_embed_dim_not_a_multiple_of_num_heads(embed_dim: int, num_heads: int, cure: str) -> None:
-    rule = rf"^MultiheadAttention: embed_dim must be a multiple of num_heads {num_heads}, {cure}; got {embed_dim}$"
+    rule = (
+        rf"^MultiheadAttention: embed_dim must be a multiple of num_heads {num_heads}, {cure}, unless head_dim is "
+        rf"given; got {embed_dim}$"
+    )
     with pytest.raises(ValueError, match=rule):
         MultiheadAttention(embed_dim, num_heads)
 

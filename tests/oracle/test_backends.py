@@ -17,7 +17,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from headwise import MultiheadAttention, attention, attention_weights, explain, masks
-from headwise.core import backends, reference
+from headwise.core import reference, twice
 
 B, H, L, S, K = 2, 6, 5, 7, 3
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -62,9 +62,7 @@ MASKS: dict[str, tuple[masks.Mask | None, dict[str, Tensor]]] = {
     "hides all": (masks.padding([0, 0]), {"keep": torch.zeros(1, 1, 1, S, dtype=torch.bool)}),
 }  # fmt: skip
 
-# the masks that are lengths and nothing more, which may run sequence by sequence
-BY_LENGTH = ("padding", "causal & padding", "hides all")
-
+EVERY = ("sdpa", "plain", "tiled")
 # name -> (H, G, L, S, K, V)
 SHAPES = {
     "equal heads": (H, H, L, S, K, K),
@@ -130,18 +128,17 @@ def hold(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_mask(dtype: torch.dtype, shape: str) -> None:
     for name, (mask, means) in MASKS.items():
-        backends = ("sdpa", "plain", "ragged") if name in BY_LENGTH else ("sdpa", "plain")
         try:
-            hold(drawn(SHAPES[shape], dtype), mask, means, backends)
+            hold(drawn(SHAPES[shape], dtype), mask, means, EVERY)
         except AssertionError as error:
             raise AssertionError(f"under {name}") from error
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "plain", "ragged"])
+@pytest.mark.parametrize("backend", EVERY)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_without_gradients_the_numbers_are_the_same(dtype: torch.dtype, backend: str) -> None:
     """Inference may take another path; it has to agree with training."""
-    for shape, name in itertools.product(SHAPES.values(), BY_LENGTH if backend == "ragged" else MASKS):
+    for shape, name in itertools.product(SHAPES.values(), MASKS):
         mask, means = MASKS[name]
         inputs = drawn(shape, dtype)
         want, _ = reference.attention(*(tensor.detach() for tensor in inputs), **means)
@@ -211,21 +208,20 @@ def test_scale(dtype: torch.dtype, scale: float | None) -> None:
     for shape in ("equal heads", "three a group"):
         for name in ("none", "causal & padding", "bias"):
             mask, means = MASKS[name]
-            backends = ("sdpa", "plain", "ragged") if name in BY_LENGTH else ("sdpa", "plain")
-            hold(drawn(SHAPES[shape], dtype), mask, means, backends, scale=scale)
+            hold(drawn(SHAPES[shape], dtype), mask, means, EVERY, scale=scale)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("softcap", [None, 0.5, 30.0])
 @pytest.mark.parametrize("with_sink", [False, True])
 def test_softcap_and_sink(dtype: torch.dtype, softcap: float | None, with_sink: bool) -> None:
-    """The plain backend alone takes them; gradients reach the sink too."""
+    """torch's kernel takes neither; gradients reach the sink too."""
     for index, (mask, means) in enumerate(MASKS.values()):
         options: dict[str, Any] = {"softcap": softcap, "scale": 1.3}
         if with_sink:
             options["sink"] = torch.linspace(-2, 2, H).to(dtype).requires_grad_()
         shape = ("equal heads", "three a group")[index % 2]
-        hold(drawn(SHAPES[shape], dtype), mask, means, ("plain",), **options)
+        hold(drawn(SHAPES[shape], dtype), mask, means, ("plain", "tiled"), **options)
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "plain"])
@@ -284,14 +280,13 @@ def test_sizes_0_and_1_and_odd_ones(shape: tuple[int, ...], batch: int) -> None:
             hold(drawn(shape, dtype, batch), mask, means)
 
 
-@pytest.mark.parametrize("backend", ["sdpa", "plain", "ragged"])
+@pytest.mark.parametrize("backend", EVERY)
 def test_strides_do_not_matter(backend: str) -> None:
     """Inputs as views: transposed widths, every second head, expanded batch."""
     query = torch.randn(B, K, L, H).transpose(1, 3)
     key = torch.randn(B, 2 * H, S, K)[:, ::2]
     value = torch.randn(1, H, K, S).transpose(2, 3).expand(B, H, S, K)
-    for name in BY_LENGTH if backend == "ragged" else MASKS:
-        mask, means = MASKS[name]
+    for mask, means in MASKS.values():
         want, _ = reference.attention(query, key, value, **means)
         assert_close(attention(query, key, value, mask=mask, backend=backend).double(), want, rtol=1e-5, atol=1e-5)
 
@@ -342,11 +337,9 @@ def small_masks() -> Iterator[tuple[str, masks.Mask | None]]:
 
 
 @pytest.mark.parametrize("shape", [(2, 2, 3, 5, 2, 2), SMALL, (2, 2, 3, 5, 2, 3)], ids=str)
-@pytest.mark.parametrize("backend", ["sdpa", "plain", "ragged"])
+@pytest.mark.parametrize("backend", EVERY)
 def test_double_backward_in_eager(backend: str, shape: tuple[int, ...]) -> None:
-    for name, mask in small_masks():
-        if backend == "ragged" and name not in ("lengths with a dead sample", "causal and padding"):
-            continue
+    for _, mask in small_masks():
         call = lambda q, k, v, m=mask: attention(q, k, v, mask=m, backend=backend)  # noqa: E731
         inputs = drawn(shape)
         assert gradcheck(call, inputs, fast_mode=True)
@@ -493,8 +486,8 @@ def test_create_graph_keeps_only_what_is_asked_for() -> None:
 def test_second_derivative_is_made_once_a_walk(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often the graph is walked with create_graph, and not at all without."""
     asked: list[int] = []
-    original = backends._plain_gradients
-    monkeypatch.setattr(backends, "_plain_gradients", lambda *given: (asked.append(1), original(*given))[1])
+    original = twice._plain_gradients
+    monkeypatch.setattr(twice, "_plain_gradients", lambda *given: (asked.append(1), original(*given))[1])
     module = MultiheadAttention(6, 2, batch_first=True)
     x = torch.randn(2, 5, 6, requires_grad=True)
     for given in ({}, {"is_causal": True}):
@@ -513,14 +506,14 @@ def test_second_derivative_under_autocast() -> None:
     """The kernel sees 16-bit casts of the inputs; the derivatives reach the inputs themselves, in their dtype."""
     query, key, value = drawn((2, 2, 3, 5, 2, 2), torch.float32)
     found = {}
-    for backend in ("sdpa", "ragged", "plain"):
+    for backend in ("sdpa", "tiled", "plain"):
         with torch.autocast("cpu", torch.bfloat16):
             out = attention(query, key, value, mask=masks.causal() & masks.padding([4, 1]), backend=backend)
         assert out.dtype == torch.bfloat16
         first = torch.autograd.grad(out.float().pow(2).sum(), [query, key, value], create_graph=True)
         second = torch.autograd.grad(sum(part.pow(2).sum() for part in first), [query, key, value])
         found[backend] = [*first, *second]
-    for backend in ("sdpa", "ragged"):
+    for backend in ("sdpa", "tiled"):
         for got, want in zip(found[backend], found["plain"], strict=True):
             assert got.dtype == torch.float32
             assert_close(got, want, rtol=5e-2, atol=5e-2)
@@ -597,7 +590,7 @@ def test_function_transforms(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [*((name, "sdpa") for name in ("none", "causal & padding", "dense", "bias")), ("causal & padding", "ragged")],
+    list(itertools.product(("none", "causal & padding", "dense", "bias"), ("sdpa", "tiled"))),
 )
 @pytest.mark.parametrize("groups", [6, 2])
 def test_checkpointing(name: str, backend: str, groups: int) -> None:
@@ -635,7 +628,7 @@ def no_collector() -> Iterator[None]:
     gc.enable()
 
 
-every_kernel = pytest.mark.parametrize("backend", ["sdpa", "ragged"])
+every_kernel = pytest.mark.parametrize("backend", ["sdpa", "tiled"])
 
 
 def run_and_forget(backend: str, groups: int = H) -> tuple[list[Tensor], Tensor, list[weakref.ref[Tensor]]]:

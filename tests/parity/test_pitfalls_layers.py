@@ -128,18 +128,21 @@ def test_packed_is_packed(monkeypatch):
     """What the tests with `packed` stand on."""
     found = []
 
+    original = packing.find_packing
+
     def spy(*args):
-        found.append(packing.find_packing(*args))
+        found.append(original(*args))
         return found[-1]
 
     monkeypatch.setattr(parts, "find_packing", spy)
+    monkeypatch.setattr(packing, "find_packing", spy)
     ours = upgraded(stack())
     list(modes(ours, batch(), src_key_padding_mask=RIGHT))
-    assert [one is None for one in found] == [True] * 8
+    assert [one is None for one in found] == [True] * 12  # the stack of two layers, then each, in four modes
     found.clear()
     with packed_anyhow():
         list(modes(ours, batch(), src_key_padding_mask=RIGHT))
-    assert [one is None for one in found] == [False] * 8
+    assert [one is None for one in found] == [False] * 4  # the stack at once
 
 
 # Masks, NaN, causality
@@ -656,17 +659,27 @@ def test_61_memory_of_attention_in_evaluation(fused_qkv, tmp_path):
 def test_41_what_the_signatures_lack():
     """p#97899, p#107573, p#49791, p#124718, PR p#179747: shared key heads, positions, a cache, a scale, a head width.
 
-    torch has none of it; our functions have the first, the scale and two more, our modules have none either and say so.
+    torch has none of it; our attention has all but a scale and an output width, which it refuses by name.
     """
     words = {"num_kv_heads", "head_dim", "out_dim", "scale", "positions", "rope", "qk_norm", "cache", "past_key_values"}
     layers = [nn.TransformerEncoderLayer, nn.TransformerEncoder, nn.TransformerDecoderLayer, nn.TransformerDecoder]
     for kind in (nn.MultiheadAttention, *layers, nn.Transformer):
         for function in (kind.__init__, kind.forward):
             assert not words & inspect.signature(function).parameters.keys()
-    for kind in (headwise.MultiheadAttention, headwise.TransformerEncoderLayer, headwise.TransformerDecoderLayer):
+    for kind in (headwise.TransformerEncoderLayer, headwise.TransformerDecoderLayer):
         for word in sorted(words):
             with pytest.raises(TypeError, match=f"unexpected keyword argument '{word}'"):
                 kind(D, H, **{word: 1})
+    for word in ("out_dim", "scale", "rope", "past_key_values"):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{word}'"):
+            headwise.MultiheadAttention(D, H, **{word: 1})
+    options = {"num_kv_heads": 1, "head_dim": 6, "positions": "rotary", "qk_norm": True}
+    ours = headwise.MultiheadAttention(D, H, batch_first=True, **options).eval()
+    x, cache = batch(), headwise.StaticCache(max_length=L)
+    with torch.no_grad():
+        want, _ = ours(x, x, x, is_causal=True)
+        got = [ours(token, token, token, is_causal=True, cache=cache)[0] for token in x.split(1, dim=1)]
+    same(torch.cat(got, dim=1), want, 1e-5)
 
     q, (k, v) = torch.randn(B, 6, L, 11), torch.randn(2, B, 3, S, 11)
     got = headwise.attention(q, k, v, scale=0.3)
@@ -678,7 +691,10 @@ def test_42_one_width_for_everything():
     """p#103668, VainF/Torch-Pruning#196, p#111932: a head cannot be taken away, a memory is as wide as the target."""
     with pytest.raises(AssertionError, match="embed_dim must be divisible by num_heads"):
         nn.MultiheadAttention(16, 3)
-    with pytest.raises(ValueError, match="embed_dim must be a multiple of num_heads 3, such as 15 or 18; got 16"):
+    with pytest.raises(
+        ValueError,
+        match="embed_dim must be a multiple of num_heads 3, such as 15 or 18",
+    ):
         headwise.MultiheadAttention(16, 3)
     x, memory = batch(), batch(S, 17)
     theirs = decoder_layer()

@@ -15,7 +15,8 @@ from torch.testing import assert_close
 
 from headwise import attention, attention_weights, masks
 from headwise.core import reference
-from headwise.core.masks import Size, lower, visible_keys
+from headwise.core.algebra import lower, visible_keys
+from headwise.core.lowering import Size
 
 B, H, K = 2, 3, 5
 Rule = Callable[[int, int, int, int], bool]  # (sample, head, query, key): may attend
@@ -194,7 +195,7 @@ def test_what_is_lowered_is_the_whole_mask(drawn: tuple[tuple[int, int], Drawn, 
 
 
 @few
-@given(sized_with_scores, st.sampled_from(["sdpa", "plain"]))
+@given(sized_with_scores, st.sampled_from(["sdpa", "plain", "tiled"]))
 def test_attention_under_an_expression(drawn: tuple[tuple[int, int], Drawn, list[DrawnScore]], backend: str) -> None:
     (L, S), expression, parts = drawn
     mask = expression.mask
@@ -216,7 +217,7 @@ def test_attention_under_an_expression(drawn: tuple[tuple[int, int], Drawn, list
 
 
 @few
-@given(sized, st.sampled_from(["sdpa", "plain"]))
+@given(sized, st.sampled_from(["sdpa", "plain", "tiled"]))
 def test_hidden_keys_have_no_effect_and_no_gradient(drawn: tuple[tuple[int, int], Drawn], backend: str) -> None:
     """A key that no query of its sample and head may see: another value changes no bit, its gradient is exactly 0."""
     (L, S), expression = drawn
@@ -243,7 +244,7 @@ def test_keys_called_invisible_are(drawn: tuple[tuple[int, int], Drawn]) -> None
 
 
 @few
-@given(sized, st.randoms(use_true_random=False), st.sampled_from(["sdpa", "plain"]))
+@given(sized, st.randoms(use_true_random=False), st.sampled_from(["sdpa", "plain", "tiled"]))
 def test_the_order_of_keys_does_not_matter(drawn: tuple[tuple[int, int], Drawn], random: object, backend: str) -> None:
     (L, S), expression = drawn
     order = list(range(S))

@@ -312,6 +312,11 @@ CALLS = {
     "ours per head": ({}, ("each", "ours per head")),
     "ours, either per head": ({}, ("weights", "ours, either per head", "causal")),
     "ours, a bias of each head and key": ({}, ("each", "ours per key")),
+    "grouped, wide and gated": ({"num_kv_heads": 2, "head_dim": 5, "gate": True}, ("each", "padding")),
+    "rotary with a softcap": ({"positions": "rotary", "softcap": 3.0, "head_dim": 4}, ("each", "causal")),
+    "sinks": ({"sink": True, "num_kv_heads": 2}, ("each", "padding")),
+    "slopes": ({"positions": "alibi", "sink": True}, ("weights", "causal")),
+    "learned slopes": ({"positions": "learned", "add_bias_kv": True}, ("each", "padding")),
     "dead rows of some heads": ({}, ("each", "dead")),
 }
 
@@ -365,8 +370,11 @@ def arguments(said: tuple[str, ...], options: dict[str, Any]) -> tuple[list[Tens
 def attend(rank: int, name: str, mode: str) -> None:
     """Hold that sharded, an attention gives what it gives whole: outputs, weights, all gradients."""
     import headwise
+    from headwise.core.positions import Alibi
 
     options, said = CALLS[name]
+    if options.get("positions") == "learned":
+        options = {**options, "positions": Alibi(H, learned=True, dtype=torch.float64)}
     torch.manual_seed(rank)  # parameters come from process 0
     model = headwise.MultiheadAttention(D, H, **{"batch_first": True} | options, dtype=torch.float64)
     with torch.no_grad():

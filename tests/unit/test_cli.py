@@ -184,6 +184,7 @@ def test_names_do_not_steer_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys
     assert "\\x1b[31mred\\nblue" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_is_no_error() -> None:
     """`headwise predict ... | head`, without a word."""
     program = (

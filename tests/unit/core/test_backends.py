@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from headwise import MultiheadAttention, attention, masks
-from headwise.core import backends, reference
+from headwise.core import backends, reference, tiles, twice
+from headwise.core.algebra import Lowered, Size
 from headwise.core.backends import PLAIN, SDPA, Request, choose, eager, hidden_keys, needs_grad, revive
 from headwise.core.functional import prepare
-from headwise.core.masks import Lowered, Size
 
 B, H, L, S, K = 2, 3, 5, 7, 4
 INF = math.inf
@@ -438,9 +438,27 @@ def test_private_operators_are_optional(monkeypatch: pytest.MonkeyPatch) -> None
     wanted = torch.autograd.grad(want.sum(), [query, key, value])
     for name in ("_FUSED_CHOICE", "_KEEPS_GRAPH", "_SAVED_HOOKS", "_IN_TRANSFORM"):
         lacking = {"_FUSED_CHOICE": -1, "_KEEPS_GRAPH": True, "_SAVED_HOOKS": None, "_IN_TRANSFORM": False}[name]
-        monkeypatch.setattr(backends, name, backends._private(object(), "not_there", lacking))
+        module = backends if hasattr(backends, name) else twice
+        monkeypatch.setattr(module, name, twice.private(object(), "not_there", lacking))
     got = attention(query, key, value, mask=mask, backend="sdpa")
     assert_close(got, want, rtol=1e-5, atol=1e-6)
     for one, other in zip(torch.autograd.grad(got.sum(), [query, key, value]), wanted, strict=True):
         assert_close(one, other, rtol=1e-4, atol=1e-6)
-    assert callable(backends._private(torch, "softmax", None))
+    assert callable(twice.private(torch, "softmax", None))
+
+
+def test_tiles_without_torchs_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our own kernel runs them, with the same answer."""
+    query, key, value = (torch.randn(B, H, n, K, requires_grad=True) for n in (L, S, S))
+    for mask in (masks.window(2, 1), masks.causal() & masks.padding([S, 2])):
+        want = attention(query, key, value, mask=mask, backend="tiled")
+        wanted = torch.autograd.grad(want.sum(), [query, key, value])
+        with monkeypatch.context() as patch:
+            patch.setattr(backends, "HAS_FUSED", False)
+            for name in ("_FUSED", "_FUSED_BACKWARD"):
+                patch.setattr(tiles, name, None)
+            got = attention(query, key, value, mask=mask, backend="tiled")
+            grads = torch.autograd.grad(got.sum(), [query, key, value])
+        assert_close(got, want, rtol=1e-5, atol=1e-6)
+        for one, other in zip(grads, wanted, strict=True):
+            assert_close(one, other, rtol=1e-4, atol=1e-6)

@@ -13,12 +13,11 @@ from torch.testing import assert_close
 
 from headwise import attention, attention_weights, explain, masks
 from headwise.core import backends, functional, reference
+from headwise.core.lowering import Size
 
 B, H, G, L, S, K, V = 2, 6, 3, 5, 7, 11, 13
-NO_LENGTHS = (
-    "it needs a mask of lengths that can be read here and save enough: padding on the right, or documents, with "
-    "causal() at most"
-)
+NOT_WORTH = "what can be left out of these scores is nothing, or not worth the cuts"
+LEARNED = "a bias that is learned number by number needs the gradient of all scores"
 NO_MASK = "must be a Mask of headwise.masks; wrap a bool tensor (True may attend) in masks.dense, scores in masks.bias"
 QUERY, KEY, VALUE = f"query {(B, H, L, K)}", f"key {(B, G, S, K)}", f"value {(B, G, S, V)}"
 
@@ -159,7 +158,7 @@ def test_a_head_width_of_0_is_refused() -> None:
 @pytest.mark.parametrize("name", ["attention", "explain"])
 def test_backends_that_are_refused(name: str) -> None:
     function = CALLS[name]
-    known = "'ragged' or 'sdpa' or 'plain', or None to let headwise choose"
+    known = "'tiled' or 'varlen' or 'sdpa' or 'plain', or None to let headwise choose"
     with pytest.raises(ValueError, match=rf"^{name}: backend must be {known}; got 'flash'"):
         function(**good(), backend="flash")
     for given, reason in (
@@ -171,73 +170,100 @@ def test_backends_that_are_refused(name: str) -> None:
         )
         with pytest.raises(ValueError, match=f"^{rule}$"):
             function(**good(), **given, backend="sdpa")
-    rule = re.escape(f"{name}: backend must take this call, and ragged does not: {NO_LENGTHS}; got 'ragged' (")
-    for given in ({}, {"mask": masks.causal()}, {"mask": masks.padding([S, 2]), "softcap": 2.0}):
-        with pytest.raises(ValueError, match=f"^{rule}"):
-            function(**good(), **given, backend="ragged")
+    rule = re.escape(
+        f"{name}: backend must take this call, and tiled does not: {LEARNED}; got 'tiled' ({QUERY}, {KEY})"
+    )
+    scores = torch.zeros(L, S, requires_grad=True)
+    for given in ({}, {"softcap": 2.0}, {"dropout": 0.5}):
+        with pytest.raises(ValueError, match=f"^{rule}$"):
+            function(**good(), **given, mask=masks.bias(scores) & masks.causal(), backend="tiled")
     both = "softcap changes .*; a sink adds a logit without a key; got 'sdpa'"
     with pytest.raises(ValueError, match=both):
         function(**good(), softcap=2.0, sink=torch.zeros(H), backend="sdpa")
-    with pytest.raises(ValueError, match="sdpa does not: a function transform"):
-        torch.func.vmap(lambda q: function(**(good() | {"query": q}), backend="sdpa"), randomness="same")(
-            torch.randn(2, B, H, L, K)
-        )
+    for backend, reason in (
+        ("sdpa", "a function transform"),
+        ("tiled", "it needs an eager call on plain tensors on the"),
+    ):
+        with pytest.raises(ValueError, match=f"{backend} does not: {reason}"):
+            torch.func.vmap(lambda q, b=backend: function(**(good() | {"query": q}), backend=b), randomness="same")(
+                torch.randn(2, B, H, L, K)
+            )
 
 
 # --- explain ----------------------------------------------------------------------------------------------------------
 
-HOLDS_ALL, ASKED = "it holds all the weights, the other does not", "another was asked for"
-COMPUTES_ALL = "it computes what is padding or belongs to other sequences, the other does not"
+HOLDS_ALL, ASKED = "it would hold all the weights, sdpa does not", "another was asked for"
+COMPUTES_ALL = "it would compute what nobody sees, tiled does not"
 SLOW_TO_SET_UP = "many short heads in inference: a fused kernel's set-up costs more than it saves"
 
 
 def test_explain_the_usual_call() -> None:
     answer = explain(**good())
     assert answer.backend == "sdpa"
-    assert answer.refused == {"ragged": [NO_LENGTHS], "plain": [HOLDS_ALL]}
-    assert str(answer) == f"sdpa runs\nragged does not: {NO_LENGTHS}\nplain does not: {HOLDS_ALL}"
+    assert answer.refused == {"tiled": [NOT_WORTH], "plain": [HOLDS_ALL]}
+    cost = "20.2 kFLOP, 0% saved, 240 B beside inputs and output"
+    assert str(answer) == f"sdpa runs: {cost}\ntiled does not: {NOT_WORTH}\nplain does not: {HOLDS_ALL}"
 
 
 def test_explain_what_only_the_plain_one_does() -> None:
     answer = explain(**good(), softcap=1.0, sink=torch.zeros(H))
     assert answer.backend == "plain"
     assert answer.refused == {
-        "ragged": [NO_LENGTHS],
+        "tiled": [NOT_WORTH],
         "sdpa": ["softcap changes the scores, which the kernel keeps to itself", "a sink adds a logit without a key"],
     }
-    assert str(answer).splitlines()[0] == "plain runs"
+    pairs = B * H * L * S
+    assert (answer.flops, answer.dense_flops, answer.bytes) == (2 * pairs * (K + V), 2 * pairs * (K + V), 4 * pairs)
+    assert str(answer).splitlines()[0] == "plain runs: 20.2 kFLOP, 0% saved, 1.68 kB beside inputs and output"
 
 
 def test_explain_short_heads_in_inference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     x = torch.randn(32, 4, 5, 32)
-    assert explain(x, x, x) == ("plain", {"ragged": [NO_LENGTHS], "sdpa": [SLOW_TO_SET_UP]})
+    assert explain(x, x, x)[:2] == ("plain", {"tiled": [NOT_WORTH], "sdpa": [SLOW_TO_SET_UP]})
     assert explain(x.requires_grad_(), x, x).backend == "sdpa"
 
 
 def test_explain_a_choice_of_the_caller() -> None:
-    no_lengths = {"ragged": [NO_LENGTHS]}
-    assert explain(**good(), backend="plain") == ("plain", no_lengths | {"sdpa": [ASKED]})
-    assert explain(**good(), backend="sdpa") == ("sdpa", no_lengths | {"plain": [ASKED]})
+    asked = {"tiled": [ASKED]}
+    assert explain(**good(), backend="plain")[:2] == ("plain", asked | {"sdpa": [ASKED]})
+    assert explain(**good(), backend="sdpa")[:2] == ("sdpa", asked | {"plain": [ASKED]})
     answer = explain(**good(), sink=torch.zeros(H), backend="plain")
-    assert answer == ("plain", no_lengths | {"sdpa": ["a sink adds a logit without a key"]})
+    assert answer[:2] == ("plain", asked | {"sdpa": ["a sink adds a logit without a key"]})
     padded = good() | {"mask": masks.padding([S, 2])}
-    assert explain(**padded, backend="ragged") == ("ragged", {"sdpa": [ASKED], "plain": [ASKED]})
-    assert explain(**padded, backend="sdpa") == ("sdpa", no_lengths | {"plain": [ASKED]})
+    assert explain(**padded, backend="tiled")[:2] == ("tiled", {"sdpa": [ASKED], "plain": [ASKED]})
+    assert explain(**padded, backend="sdpa")[:2] == ("sdpa", asked | {"plain": [ASKED]})
 
 
-def test_explain_sequence_by_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a loop pays, and only where its lengths are known."""
+def test_explain_dropout() -> None:
+    """Nothing is left out: what counts is that the others hold all weights."""
+    x = torch.randn(1, 4, 512, 32)
+    answer = explain(x, x, x, dropout=0.1)
+    assert answer.backend == "tiled"
+    assert answer.saved == 0
+    holds = ["it would hold all the weights, tiled does not"]
+    assert answer.refused == {"sdpa": holds, "plain": holds}
+
+
+def test_explain_tile_by_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a loop pays."""
     padded = good() | {"mask": masks.padding([S, 2])}
-    assert explain(**padded) == ("sdpa", {"ragged": [NO_LENGTHS], "plain": [HOLDS_ALL]})
+    assert explain(**padded)[:2] == ("sdpa", {"tiled": [NOT_WORTH], "plain": [HOLDS_ALL]})
     monkeypatch.setattr(functional, "TURN", 0)
     answer = explain(**padded)
-    assert answer == ("ragged", {"sdpa": [COMPUTES_ALL], "plain": [HOLDS_ALL]})
-    assert str(answer) == f"ragged runs\nsdpa does not: {COMPUTES_ALL}\nplain does not: {HOLDS_ALL}"
+    holds = "it would hold all the weights, tiled does not"
+    assert answer[:2] == ("tiled", {"sdpa": [COMPUTES_ALL], "plain": [holds]})
+    assert answer.flops == 2 * H * L * (S + 2) * (K + V)
+    assert answer.saved == 1 - (S + 2) / (2 * S)
+    cost = "13 kFLOP, 36% saved, 240 B beside inputs and output"
+    assert str(answer) == f"tiled runs: {cost}\nsdpa does not: {COMPUTES_ALL}\nplain does not: {holds}"
     assert explain(**padded | {"query": torch.randn(B, H, L, K, requires_grad=True)}).backend == "sdpa"
     monkeypatch.setattr(functional, "TURN_GRAD", 0)
-    assert explain(**padded | {"query": torch.randn(B, H, L, K, requires_grad=True)}).backend == "ragged"
+    assert explain(**padded | {"query": torch.randn(B, H, L, K, requires_grad=True)}).backend == "tiled"
     assert explain(**padded, softcap=1.0).backend == "plain"
+    monkeypatch.setattr(functional, "_WORTH_A_TILE", 0)
+    for options in ({"softcap": 1.0}, {"sink": torch.zeros(H)}, {"dropout": 0.5}):
+        assert explain(**good(), **options).backend == "tiled"  # rather than all weights, in memory
 
 
 def test_explain_inside_a_transform() -> None:
@@ -258,16 +284,16 @@ def test_explain_inside_a_transform() -> None:
         {"mask": masks.causal()},
         {"mask": masks.padding([3])},
         {"mask": masks.padding([3]), "sink": torch.zeros(4)},
-        {"mask": masks.padding([3]), "backend": "ragged"},
+        {"mask": masks.padding([3]), "backend": "tiled"},
     ],
-    ids=["plain", "softcap", "sink", "causal", "padding", "padding and sink", "ragged"],
+    ids=["plain", "softcap", "sink", "causal", "padding", "padding and sink", "tiled"],
 )
 @pytest.mark.parametrize("turn", [None, 0], ids=["as measured", "always worth it"])
 @pytest.mark.parametrize("shape", [(8, 4, 5, 32), (1, 4, 5, 32), (8, 4, 65, 32)], ids=str)
 def test_explain_tells_the_truth(
     shape: tuple[int, ...], turn: int | None, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The backend it names is the one that runs, though one of them runs another inside."""
+    """The backend it names is the one that runs."""
     if turn is not None:
         monkeypatch.setattr(functional, "TURN", turn)
     ran: list[str] = []
@@ -280,7 +306,7 @@ def test_explain_tells_the_truth(
     x = torch.randn(shape)
     attention(x, x, x, **options)
     assert ran[0] == explain(x, x, x, **options).backend
-    assert ran[1:] == (["sdpa"] * shape[0] if ran[0] == "ragged" else [])
+    assert not ran[1:]
 
 
 # --- attention_weights ------------------------------------------------------------------------------------------------
@@ -309,18 +335,19 @@ def test_attention_weights_averaged_one_head_at_a_time(mask: masks.Mask | None, 
     assert one_by_one.shape == (B, L, S)
     assert_close(one_by_one, at_once, rtol=1e-6, atol=1e-7)
     assert_close(one_by_one, each.mean(dim=1), rtol=1e-6, atol=1e-7)
-    keep = None if mask is None else mask.keep(masks.Size(B, H, L, S, query.device))
+    keep = None if mask is None else mask.keep(Size(B, H, L, S, query.device))
     _, want = reference.attention(query, key, key, keep=keep, sink=options["sink"])
     assert_close(one_by_one.double(), want.mean(dim=1), rtol=1e-5, atol=1e-6)
 
 
 def test_attention_weights_really_holds_one_head_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    original = backends.softmax_scores
+    for name in ("softmax_scores", "_share_out"):
+        original = getattr(backends, name)
+        monkeypatch.setattr(
+            backends, name, lambda request, *m, f=original: (asked.append(request.query.shape[1]), f(request, *m))[1]
+        )
     monkeypatch.setattr(backends, "_FEW_WEIGHTS", B * H * L * S - 1)
-    monkeypatch.setattr(
-        backends, "softmax_scores", lambda request: (asked.append(request.query.shape[1]), original(request))[1]
-    )
     query, key = torch.randn(B, H, L, K), torch.randn(B, G, S, K)
     attention_weights(query, key, average_attn_weights=True)
     assert asked == [1] * H

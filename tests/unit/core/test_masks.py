@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headwise import masks
-from headwise.core.masks import Lowered, Size, appended, lower, visible_keys
+from headwise.core.algebra import Lowered, Size, appended, lower, visible_keys
 
 B, H, L, S = 3, 2, 5, 7
 SIZE = Size(B, H, L, S, torch.device("cpu"))
@@ -650,6 +650,6 @@ def test_masks_copy_and_pickle() -> None:
     for twin in (copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
         assert repr(twin) == repr(mask)
         found, want = lower(twin, SIZE), lower(mask, SIZE)
-        assert (found.causal, found.ragged) == (want.causal, want.ragged) == (False, None)
+        assert (found.causal, found.tiling) == (want.causal, want.tiling) == (False, None)
         assert torch.equal(found.keep, want.keep)
         assert torch.equal(found.bias, want.bias)

@@ -1,4 +1,4 @@
-"""Peak memory, as torch's allocator reports it: averaged weights come one head at a time when no gradient is needed."""
+"""Peak memory, as torch's allocator reports it: averaged weights one head at a time, and attention linear in L."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import headwise
+from headwise import masks
+from headwise.core import blockwise
 
 B, H, L, D = 1, 8, 2048, 64
 MEBI = 2**20
@@ -56,3 +58,32 @@ def test_averaged_weights_take_a_third_of_torch_at_most(tmp_path: Path, train: b
             found[name] = peak_bytes(lambda m=module: m(x, x, x, key_padding_mask=padding), tmp_path)
     assert found["theirs"] >= B * H * L * L * 4  # it does hold the weights of all heads
     assert 3 * found["ours"] <= found["theirs"], {name: f"{size / MEBI:.0f} MiB" for name, size in found.items()}
+
+
+HIDING = {
+    "a window": masks.window(100, 0),
+    "a window and a prefix": (masks.causal() | masks.prefix(64)) & masks.window(200, None),
+    "documents": masks.documents(torch.arange(4096) // 128),
+    "causal": masks.causal(),
+}
+BESIDE: dict[str, dict[str, object]] = {
+    "nothing": {}, "sink": {"sink": torch.zeros(1)}, "softcap": {"softcap": 2.0}, "dropout": {"dropout": 0.1}
+}  # fmt: skip
+
+
+@pytest.mark.thin(4)
+@pytest.mark.parametrize("option", BESIDE)
+@pytest.mark.parametrize("name", HIDING)
+def test_tiles_need_memory_that_is_linear_in_the_length(name: str, option: str, tmp_path: Path) -> None:
+    """Forward and backward hold less than two bits for each pair of a query and a key; our kernel, four blocks."""
+    length = 4096
+    query, key, value = (torch.randn(1, 1, length, 8).requires_grad_() for _ in range(3))
+
+    def call() -> tuple[torch.Tensor, ...]:
+        out = headwise.attention(query, key, value, mask=HIDING[name], backend="tiled", **BESIDE[option])
+        return torch.autograd.grad(out.sum(), [query, key, value])
+
+    call()  # masks of bands stay in a cache
+    found = peak_bytes(call, tmp_path)
+    limit = 4 * 4 * blockwise.BLOCK if option in ("softcap", "dropout") else length**2 / 3
+    assert found < limit < 4 * length**2, f"{found / MEBI:.1f} MiB"

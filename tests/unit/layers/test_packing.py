@@ -17,8 +17,9 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from headwise import Encoder, EncoderBlock, MultiheadAttention, TransformerEncoder, TransformerEncoderLayer
+from headwise import Encoder, EncoderBlock, MultiheadAttention, TransformerEncoder, TransformerEncoderLayer, masks
 from headwise.core import functional
+from headwise.core import packing as core_packing
 from headwise.layers import packing
 
 B, L, D, H, M = 3, 7, 10, 2, 11
@@ -72,10 +73,10 @@ every_pattern = pytest.mark.parametrize("pattern", PATTERNS)
 
 
 def set_price(patch: pytest.MonkeyPatch, price: float, names: tuple[str, ...] = ("TURN", "TURN_GRAD")) -> None:
-    """What a turn of the loop over sequences costs, for a whole block and for an attention."""
+    """What a turn of the loop over sequences costs: for a block, for an attention with its projections, for scores."""
     for name in names:
-        patch.setattr(packing, name, price)
-        patch.setattr(functional, name, price)
+        for module in (packing, core_packing, functional):
+            patch.setattr(module, name, price)
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +97,20 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(F, "linear", linear)
     return counts
+
+
+@pytest.fixture(autouse=True)
+def packed_blocks(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """What blocks and stacks packed; an attention that packs for itself does not count."""
+    shapes: list[torch.Size] = []
+    original = packing.BlockPacking.pack
+
+    def pack(self: packing.BlockPacking, x: Tensor) -> Tensor:
+        shapes.append(x.shape)
+        return original(self, x)
+
+    monkeypatch.setattr(packing.BlockPacking, "pack", pack)
+    return shapes
 
 
 @pytest.fixture
@@ -158,6 +173,7 @@ def real(rows: Tensor) -> int:
 # --- the numbers ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thin(3)
 @every_pattern
 @every_block
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
@@ -183,6 +199,7 @@ def test_output_and_gradients(
         assert set(products) == {real(rows)}
 
 
+@pytest.mark.thin(2)
 @every_pattern
 @pytest.mark.parametrize("turn", [0, 1e30], ids=["sequence by sequence", "with a written mask"])
 @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
@@ -213,10 +230,11 @@ STACKS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("pattern", ["right", "holes", "an empty sample", "nothing hidden"])
 @pytest.mark.parametrize("stack", STACKS)
 def test_stacks(stack: str, pattern: str, padded: Callable[..., Any], products: list[int]) -> None:
-    """Each layer packs by itself, so that hooks on layers see what the user would."""
+    """Each layer packs by itself where someone watches the layers, who sees what the user would."""
     module, rows = filled(STACKS[stack]()), PATTERNS[pattern]
     x = x_of(module, rows)
     seen: list[torch.Size] = []
@@ -260,6 +278,7 @@ def test_other_dtypes(kind: str, dtype: torch.dtype, padded: Callable[..., Any],
         assert_close(got, want, rtol=eps, atol=eps)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("kind", ["pre-norm", "post-norm relu", "layer"])
 @every_pattern
 def test_autocast(kind: str, pattern: str, padded: Callable[..., Any], products: list[int]) -> None:
@@ -429,45 +448,74 @@ def attention(**options: Any) -> MultiheadAttention:
     return MultiheadAttention(D, H, batch_first=True, dtype=torch.float64, **options)
 
 
-def patch_forward(module: nn.Module) -> None:
-    original = module.linear1.forward
-    module.linear1.forward = lambda x: original(x)
+def patch_forward(module: nn.Module, name: str) -> None:
+    child = getattr(module, name)
+    original = child.forward
+    child.forward = lambda x: original(x)
 
 
-UNPACKED: dict[str, Callable[[], nn.Module]] = {
+UNKNOWN_IN_BLOCK: dict[str, Callable[[], nn.Module]] = {
     "an adapter": with_child("linear1", lambda _: Adapted(D, M, dtype=torch.float64)),
-    "an adapter in attention": with_child("self_attn.q_proj", lambda _: Adapted(D, D, dtype=torch.float64)),
-    "a weight that is a method": with_child("self_attn.out_proj", Quantized),
     "a function of the user's": lambda: block(activation=lambda x: x.softmax(dim=1)),
     "a module of the user's": lambda: block(activation=nn.Softmax(dim=1)),
     "BatchNorm": lambda: block(norm=Batched()),
     "LayerNorm over positions": lambda: block(norm=nn.LayerNorm((L, D), dtype=torch.float64)),
     "RMSNorm over positions": lambda: block(norm=nn.RMSNorm((L, D), dtype=torch.float64)),
     "another dropout": with_child("dropout1", lambda _: nn.Dropout1d(0.0)),
-    "bias_kv": lambda: block(attention=attention(add_bias_kv=True)),
-    "a zero key": lambda: block(attention=attention(add_zero_attn=True)),
     "a subclass of attention": lambda: block(attention=OwnAttention(D, H, batch_first=True, dtype=torch.float64)),
-    "torch's attention": lambda: block(attention=nn.MultiheadAttention(D, H, batch_first=True, dtype=torch.float64)),
-    "a module on the weights": with_child("self_attn.attn_dropout", lambda _: Doubled()),
-    "no dropout on the weights": with_child("self_attn.attn_dropout", lambda _: nn.Identity()),
     "a parametrization": changed(
         lambda module: parametrize.register_parametrization(module.linear1, "weight", nn.Identity())
     ),
     "pruning": changed(lambda module: prune.l1_unstructured(module.linear2, "weight", 0.5)),
-    "a forward of its own": changed(patch_forward),
+    "a forward of its own": changed(lambda module: patch_forward(module, "linear1")),
     "a compiled child": changed(
         lambda module: setattr(module.linear2, "_compiled_call_impl", module.linear2._call_impl)  # as .compile() does
     ),
 }
 
 
-@pytest.mark.parametrize("name", UNPACKED)
-def test_what_is_not_known_sees_padded_shapes(name: str, padded: Callable[..., Any], products: list[int]) -> None:
-    module = filled(UNPACKED[name]()).eval()
+UNKNOWN_IN_ATTENTION: dict[str, Callable[[], nn.Module]] = {
+    "an adapter": with_child("self_attn.q_proj", lambda _: Adapted(D, D, dtype=torch.float64)),
+    "an adapter behind": with_child("self_attn.out_proj", lambda _: Adapted(D, D, dtype=torch.float64)),
+    "a weight that is a method": with_child("self_attn.out_proj", Quantized),
+    "bias_kv": lambda: block(attention=attention(add_bias_kv=True)),
+    "a zero key": lambda: block(attention=attention(add_zero_attn=True)),
+    "torch's attention": lambda: block(attention=nn.MultiheadAttention(D, H, batch_first=True, dtype=torch.float64)),
+    "a module on the weights": with_child("self_attn.attn_dropout", lambda _: Doubled()),
+    "no dropout on the weights": with_child("self_attn.attn_dropout", lambda _: nn.Identity()),
+    "a parametrization": changed(
+        lambda module: parametrize.register_parametrization(module.self_attn.v_proj, "weight", nn.Identity())
+    ),
+    "a forward of its own": changed(lambda module: patch_forward(module.self_attn, "k_proj")),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN_IN_BLOCK)
+def test_what_is_not_known_sees_padded_shapes(
+    name: str, padded: Callable[..., Any], products: list[int], packed_blocks: list[torch.Size]
+) -> None:
+    """The block is not packed; its attention, of which all is known, still leaves hidden keys out."""
+    module = filled(UNKNOWN_IN_BLOCK[name]()).eval()
     x = x_of(module, SOME, 0.5)
     want = padded(run, module, x, SOME)
     products.clear()
     got = run(module, x, SOME)
+    assert not packed_blocks
+    assert [n for n in products if n != B * L] == [real(SOME)] * 2
+    assert products[1:3] == [real(SOME)] * 2, "keys and values"
+    assert_close(got, want, **TOL)
+
+
+@pytest.mark.parametrize("name", UNKNOWN_IN_ATTENTION)
+def test_what_is_not_known_in_attention_sees_padded_shapes(
+    name: str, padded: Callable[..., Any], products: list[int], packed_blocks: list[torch.Size]
+) -> None:
+    module = filled(UNKNOWN_IN_ATTENTION[name]()).eval()
+    x = x_of(module, SOME, 0.5)
+    want = padded(run, module, x, SOME)
+    products.clear()
+    got = run(module, x, SOME)
+    assert not packed_blocks
     assert set(products) <= {B * L}, "it was packed"
     assert_close(got, want, **TOL)
 
@@ -489,10 +537,11 @@ def shapes_in(parts: Any) -> Iterator[torch.Size]:
             yield from shapes_in(part)
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("child", CHILDREN)
 def test_hooks_on_children_see_padded_shapes(
-    child: str, hook: str, padded: Callable[..., Any], products: list[int]
+    child: str, hook: str, padded: Callable[..., Any], products: list[int], packed_blocks: list[torch.Size]
 ) -> None:
     module = filled(block())
     x = x_of(module, SOME, 0.5)
@@ -501,7 +550,9 @@ def test_hooks_on_children_see_padded_shapes(
     handle = HOOKS[hook](module.get_submodule(child), seen)
     products.clear()
     same(everything(module, x, SOME), want)
-    assert set(products) == {B * L}
+    assert not packed_blocks
+    keys = B * L if child.startswith("self_attn.") else real(SOME)  # which attention leaves out by itself
+    assert products == [B * L, keys, keys, B * L, B * L, B * L]
     shapes = set(shapes_in(seen))
     assert shapes
     assert all(shape[0] == B and L in shape for shape in shapes), shapes
@@ -523,23 +574,32 @@ def test_global_hooks_see_padded_shapes(products: list[int]) -> None:
     assert set(products) == {B * L}
 
 
-def test_masks_that_say_more(padded: Callable[..., Any], products: list[int]) -> None:
+def test_masks_that_say_more(padded: Callable[..., Any], products: list[int], packed_blocks: list[torch.Size]) -> None:
+    """A block needs the same positions hidden as queries and as keys; else its attention leaves out the keys."""
     module = filled(block())
     x = x_of(module, None)
     other = SOME.clone()
     other[0, 1] = False
     score = torch.zeros(B, L, dtype=torch.float64).masked_fill(SOME, -math.inf)
-    for words in (
-        {"key_padding_mask": None},
-        {"key_padding_mask": other},
-        {"key_padding_mask": score},
-        {"key_padding_mask": SOME, "attn_mask": torch.zeros(L, L).bool()},
-        {"key_padding_mask": SOME, "mask": packing.sequences([L])},
-        {"key_padding_mask": SOME, "need_weights": True},
+    whole, some = B * L, real(SOME)
+    for words, keys in (
+        ({"key_padding_mask": None}, whole),
+        ({"key_padding_mask": other}, real(other)),
+        ({"key_padding_mask": score}, whole),
+        ({"key_padding_mask": SOME, "attn_mask": torch.zeros(L, L).bool()}, whole),
+        ({"key_padding_mask": SOME, "mask": masks.documents(torch.arange(L) // 2)}, whole),
+        ({"key_padding_mask": SOME, "mask": masks.window(2, 1)}, whole),  # counts what padding lies between
+        ({"key_padding_mask": SOME, "mask": masks.padding(~other)}, some),
+        ({"key_padding_mask": other, "mask": masks.padding([5, 4, 7])}, 11),
+        ({"key_padding_mask": SOME, "need_weights": True}, whole),
     ):
         products.clear()
+        packed_blocks.clear()
         got = module(x, query_padding_mask=SOME, **words)
-        assert set(products) == {B * L}, words
+        alike = keys == some
+        rest = some if alike else whole
+        assert products == [rest, keys, keys, rest, rest, rest], words
+        assert bool(packed_blocks) == alike
         assert_close(got, padded(lambda w=words: module(x, query_padding_mask=SOME, **w)), **TOL)
     products.clear()
     assert_close(
@@ -550,6 +610,34 @@ def test_masks_that_say_more(padded: Callable[..., Any], products: list[int]) ->
     products.clear()
     module(x, query_padding_mask=SOME, key_padding_mask=equal)
     assert set(products) == {real(SOME)}
+
+
+FUTURE = torch.ones(L, L).triu(1).bool()
+SAYS_CAUSAL: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "a bool tensor": ({"attn_mask": FUTURE}, ("holes", "left", "right", "an empty sample")),
+    "a floating tensor": ({"attn_mask": torch.full((L, L), -math.inf).triu(1)}, ("holes", "left", "right")),
+    "a tensor beside the flag": ({"attn_mask": FUTURE, "is_causal": True}, ("holes", "right")),
+    "masks.causal": ({"mask": masks.causal()}, ("holes", "left", "right")),
+    "masks.window": ({"mask": masks.window(2, 1)}, ("left", "right", "an empty sample", "one position")),
+    "a window and the flag": ({"mask": masks.window(3, 2), "is_causal": True}, ("left", "right")),
+}
+
+
+@pytest.mark.parametrize("name", SAYS_CAUSAL)
+def test_masks_of_distance_are_packed(
+    name: str, padded: Callable[..., Any], products: list[int], packed_blocks: list[torch.Size]
+) -> None:
+    """Order is the same in what is real; distance is where that lies side by side."""
+    words, patterns = SAYS_CAUSAL[name]
+    module = filled(block())
+    for pattern in patterns:
+        rows = PATTERNS[pattern]
+        x = x_of(module, rows)
+        want = padded(lambda x=x, rows=rows: everything(module, x, rows, **words))
+        products.clear()
+        same(everything(module, x, rows, **words), want)
+        assert set(products) == {real(rows)}
+    assert len(packed_blocks) == len(patterns)
 
 
 @pytest.mark.parametrize("call", ["padded", "packed"])
@@ -568,6 +656,9 @@ def test_refusals_stay_refusals(call: str, padded: Callable[..., Any]) -> None:
             function(run, module, given, rows)
     with pytest.raises(ValueError, match=r"key_padding_mask must be"):
         function(lambda: module(x, query_padding_mask=SOME, key_padding_mask=SOME[:, :3]))
+    for mask in (~SOME, "causal"):
+        with pytest.raises(ValueError, match=r"^MultiheadAttention: mask must be a Mask of headwise\.masks; "):
+            function(lambda mask=mask: module(x, query_padding_mask=SOME, key_padding_mask=SOME, mask=mask))
 
 
 # --- when it pays -----------------------------------------------------------------------------------------------------
@@ -577,6 +668,13 @@ def test_refusals_stay_refusals(call: str, padded: Callable[..., Any]) -> None:
 def test_as_much_is_saved_as_it_costs(training: bool, products: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """(padded positions) * (FLOPs of a position), for each sample a turn; dearer where a gradient is recorded."""
     module, x = filled(block()), torch.randn(B, L, D, dtype=torch.float64)
+    for name in ("TURN", "TURN_GRAD"):  # else attention packs by itself where the block does not
+        monkeypatch.setattr(core_packing, name, 1e30)
+
+    def set_price(patch: pytest.MonkeyPatch, price: float, names: tuple[str, ...]) -> None:
+        for name in names:
+            patch.setattr(packing, name, price)
+
     own, other = ("TURN_GRAD", "TURN") if training else ("TURN", "TURN_GRAD")
     price = packing._PER_POSITION * D**2 * int(SOME.sum()) / B
     for offset, want in ((0, real(SOME)), (1, B * L)):
@@ -600,7 +698,8 @@ def test_as_much_is_saved_as_it_costs(training: bool, products: list[int], monke
 
 def test_small_calls_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr(packing, "readable", lambda _: pytest.fail("read"))
+    for module in (packing, core_packing):
+        monkeypatch.setattr(module, "pack_both", lambda *_: pytest.fail("read"))
     rows = torch.arange(32).expand(2, 32) >= torch.tensor([[32], [3]])
     run(EncoderBlock(16, 4), torch.randn(2, 32, 16), rows)
 
@@ -801,6 +900,7 @@ WAYS: dict[str, Callable[..., Tensor]] = {
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace. is deprecated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("way", WAYS)
@@ -809,8 +909,8 @@ def test_the_padded_form(way: str, kind: str, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.undo()  # Dynamo would trace the counter
     set_price(monkeypatch, 0)
     packs: list[int] = []
-    original = packing.sequences
-    monkeypatch.setattr(packing, "sequences", lambda lengths: (packs.append(1), original(lengths))[1])
+    original = core_packing.sequences
+    monkeypatch.setattr(core_packing, "sequences", lambda *given: (packs.append(1), original(*given))[1])
     module = filled(BLOCKS[kind]()).requires_grad_(False)
     x = x_of(module, SOME, 0.5).detach()
     want = run(module, x, SOME)
@@ -820,12 +920,13 @@ def test_the_padded_form(way: str, kind: str, monkeypatch: pytest.MonkeyPatch) -
     assert_close(got, want, **TOL)
 
 
+@pytest.mark.slow  # small ones are compiled above, at a price of 0
 def test_large_calls_compile_to_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """As large as is packed in eager mode: a number that is read would break the graph."""
     monkeypatch.undo()
     packs: list[int] = []
-    original = packing.sequences
-    monkeypatch.setattr(packing, "sequences", lambda lengths: (packs.append(1), original(lengths))[1])
+    original = core_packing.sequences
+    monkeypatch.setattr(core_packing, "sequences", lambda *given: (packs.append(1), original(*given))[1])
     module = EncoderBlock(64, 2, feedforward_dim=8).eval().requires_grad_(False)
     x = torch.randn(1, 1100, 64)
     rows = torch.arange(1100)[None] >= 16

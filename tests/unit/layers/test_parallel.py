@@ -17,8 +17,8 @@ from torch.nn.utils import parametrize, prune
 
 import headwise
 from headwise import DecoderBlock, EncoderBlock, MultiheadAttention, masks
+from headwise.core.algebra import appended, lower, visible_keys
 from headwise.core.lowering import Size
-from headwise.core.masks import lower, visible_keys
 from headwise.layers import parallel, tp_plan
 
 D, H = 12, 4
@@ -187,7 +187,7 @@ MASKS: dict[str, masks.Mask] = {
     "torch's": masks.from_torch(drawn(B * H, L, S) > 0, drawn(B, S) > 1, True),
     "a sample's": masks.from_torch(drawn(B, L, S)),
     "either": masks.dense(drawn(1, H, L, S) > 0) | ~masks.dense(drawn(B, 1, 1, S, seed=2) > 0),
-    "appended": masks.appended(masks.dense(drawn(B, H, 1, S - 1) > 0), 1),
+    "appended": appended(masks.dense(drawn(B, H, 1, S - 1) > 0), 1),
 }
 
 

@@ -1,10 +1,12 @@
-"""Masks that say just lengths or just `causal()`: sequence by sequence, or as a flag, with everyone else's numbers."""
+"""What nobody sees is cut away, and "causal" becomes a flag: the same numbers, whatever the mask says."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import math
+import pickle
+import random
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -20,9 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 from headwise import MultiheadAttention, attention, attention_weights, explain, masks
 from headwise.core import backends, functional, reference
-from headwise.core.lowering import Lowered, Ragged, Size
-from headwise.core.masks import Mask, appended, lower
-from headwise.core.ragged import lower_to_lengths, sequences, with_flag
+from headwise.core.algebra import Mask, appended, lower
+from headwise.core.lowering import Band, Lowered, Rectangle, Size, Tile, Tiling
+from headwise.core.tiling import Sequences, find_tiling, sequences, with_flag
 
 B, H, G, L, S, K, V = 3, 4, 2, 5, 7, 3, 3
 INF = math.inf
@@ -54,6 +56,11 @@ def pieces(queries: list[int], keys: list[int]) -> Tensor:
         keep[0, 0, row : row + wide, column : column + long] = True
         row, column = row + wide, column + long
     return keep
+
+
+def some(every: int, values: list[Any]) -> list[Any]:
+    """All of them, of which each `every`-th runs by default and the rest is slow."""
+    return [pytest.param(value, marks=pytest.mark.slow if at % every else ()) for at, value in enumerate(values)]
 
 
 def drawn(
@@ -111,7 +118,7 @@ WRITTEN = torch.ones(2, 1, 1, S, dtype=torch.bool)
 WRITTEN[1, ..., 3] = False
 LEFT = first_keys(3, S).flip(-1)
 PER_HEAD = first_keys(3, 2, 4, 1).view(1, H, 1, S)
-# what says more than lengths: name -> the mask, (B, L, S), what may be seen or is added
+# what says more than lengths, or less: name -> the mask, (B, L, S), what may be seen or is added
 OTHERS: dict[str, tuple[Callable[[], Mask], tuple[int, int, int], dict[str, Tensor]]] = {
     "a hole": (lambda: masks.dense(WRITTEN), (2, L, S), {"keep": WRITTEN}),
     "on the left": (lambda: masks.padding(LEFT[:, 0, 0]), (2, L, S), {"keep": LEFT}),
@@ -140,8 +147,12 @@ OTHERS: dict[str, tuple[Callable[[], Mask], tuple[int, int, int], dict[str, Tens
     "documents without keys": (
         lambda: masks.documents(ints(0, 0, 1), ints(0, 0)), (1, 3, 2), {"keep": ints(0, 0, 1)[:, None] == ints(0, 0)}
     ),
-    "documents per sample": (
+    "documents for all": (
         lambda: masks.documents(ints(0, 0, 1)), (2, 3, 3), {"keep": ints(0, 0, 1)[:, None] == ints(0, 0, 1)}
+    ),
+    "documents per sample": (
+        lambda: masks.documents(torch.stack([ints(0, 0, 1), ints(3, 2, 2)]), ints(2, 0, 0, 1)), (2, 3, 4),
+        {"keep": torch.stack([ints(0, 0, 1), ints(3, 2, 2)])[:, None, :, None] == ints(2, 0, 0, 1)},
     ),
     "a key that is appended": (
         lambda: appended(masks.padding([3, 2]), 1), (2, L, S),
@@ -155,19 +166,124 @@ OTHERS: dict[str, tuple[Callable[[], Mask], tuple[int, int, int], dict[str, Tens
         lambda: PACKED["sequences to other keys"][0]() & masks.causal(), (1, 6, 7),
         {"keep": pieces([3, 1, 2], [1, 4, 2]) & tril(6, 7)},
     ),
+    "sequences, each causal": (
+        lambda: sequences([3, 1, 2], [2, 4, 2], Band(None, 0)), (2, 6, 8),
+        {"keep": torch.block_diag(tril(3, 2), tril(1, 4), tril(2, 2)).bool()},
+    ),
     "as many keys as queries, causal, but elsewhere": (
         lambda: masks.causal() & sequences([2, 3], [3, 2]), (1, 5, 5), {"keep": pieces([2, 3], [3, 2]) & tril(5, 5)}
     ),
     "padding or the past": (
         lambda: masks.padding([3, 2]) | masks.causal(), (2, L, S), {"keep": first_keys(3, 2) | tril(L, S)}
     ),
+    "nothing": (lambda: masks.window(None, None), (2, L, S), {}),
+    "all": (lambda: ~masks.window(None, None), (2, L, S), {"keep": torch.zeros(1, 1, 1, 1).bool()}),
 }  # fmt: skip
+# nothing can be cut away from these
+WHOLE = ("full", "no queries", "no queries, causal", "one document", "one document, causal")
+
+# --- masks that take several tiles: a tile has 64 queries or more
+ROWS, COLUMNS = 150, 167
+AHEAD = torch.arange(COLUMNS) - torch.arange(ROWS)[:, None]
+COLUMN = torch.arange(COLUMNS)
+LEFT_OUT = torch.rand(2, COLUMNS, generator=torch.Generator().manual_seed(3)) < 0.3
+STARTS = ints(0, 90)
+ADDED = torch.randn(1, 2, ROWS, COLUMNS, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+ADDED_OR_HIDDEN = ADDED.masked_fill(ADDED > 1, -INF)
+DOCUMENTS = (torch.arange(ROWS) // 70).flip(0), torch.arange(COLUMNS) // 50
+OFFSETS = torch.tensor([3, 200], dtype=torch.uint8)
+LONG: dict[str, tuple[Mask, dict[str, Tensor]]] = {
+    "a window": (masks.window(30, 4), {"keep": (AHEAD >= -30) & (AHEAD <= 4)}),
+    "to the left": (masks.window(20, None), {"keep": AHEAD >= -20}),
+    "to the right": (masks.window(None, 5), {"keep": AHEAD <= 5}),
+    "itself": (masks.window(0, 0), {"keep": AHEAD == 0}),
+    "wider than all": (masks.window(2**62, 2**62), {}),
+    "causal": (masks.causal(), {"keep": AHEAD <= 0}),
+    "causal(17)": (masks.causal(17), {"keep": AHEAD <= 17}),
+    "causal(-90)": (masks.causal(-90), {"keep": AHEAD <= -90}),
+    "causal(-500)": (masks.causal(-500), {"keep": AHEAD <= -500}),
+    "causal(2**62)": (masks.causal(2**62), {}),
+    "causal(-2**62)": (masks.causal(-(2**62)), {"keep": AHEAD < -COLUMNS - ROWS}),
+    "a prefix": (masks.causal() | masks.prefix(100), {"keep": (AHEAD <= 0) | (COLUMN < 100)}),
+    "a prefix, later": (masks.prefix(3) | masks.causal(-70), {"keep": (AHEAD <= -70) | (COLUMN < 3)}),
+    "no prefix": (masks.causal(-20) | masks.prefix(-3), {"keep": AHEAD <= -20}),
+    "a prefix in a window": (
+        (masks.causal(-4) | masks.prefix(80)) & masks.window(40, None),
+        {"keep": ((AHEAD <= -4) | (COLUMN < 80)) & (AHEAD >= -40)},
+    ),
+    "prefixes that do not nest": (
+        (masks.causal(-4) | masks.prefix(80)) & (masks.causal(9) | masks.prefix(30)),
+        {"keep": ((AHEAD <= -4) | (COLUMN < 80)) & ((AHEAD <= 9) | (COLUMN < 30))},
+    ),
+    "two windows": (
+        masks.window(30, 9) & masks.window(60, 2) & masks.causal(1), {"keep": (AHEAD >= -30) & (AHEAD <= 1)}
+    ),
+    "a window and padding": (
+        masks.window(30, 4) & masks.padding([COLUMNS, 41]),
+        {"keep": (AHEAD >= -30) & (AHEAD <= 4) & (ints(COLUMNS, 41)[:, None] > COLUMN)[:, None, None]},
+    ),
+    "a window and padding on the left": (
+        masks.padding(STARTS[:, None] <= COLUMN) & masks.window(30, 4),
+        {"keep": (AHEAD >= -30) & (AHEAD <= 4) & (STARTS[:, None] <= COLUMN)[:, None, None]},
+    ),
+    "causal and holes": (
+        masks.causal(2) & masks.padding(~LEFT_OUT), {"keep": (AHEAD <= 2) & ~LEFT_OUT[:, None, None]}
+    ),
+    "padding twice": (
+        masks.padding([120, 10]) & masks.padding(ints(150, 130)) & masks.causal(),
+        {"keep": (AHEAD <= 0) & (ints(120, 10)[:, None] > COLUMN)[:, None, None]},
+    ),
+    "a window in documents": (
+        masks.documents(*DOCUMENTS) & masks.window(200, 60),
+        {"keep": (DOCUMENTS[0][:, None] == DOCUMENTS[1]) & (AHEAD >= -200) & (AHEAD <= 60)},
+    ),
+    "documents, causal by bytes": (
+        masks.causal(OFFSETS) & masks.documents(*DOCUMENTS),
+        {"keep": (DOCUMENTS[0][:, None] == DOCUMENTS[1]) & (OFFSETS.long()[:, None, None] >= AHEAD)[:, None]},
+    ),
+    "causal by the largest offsets": (
+        masks.causal(ints(2**63 - 1, -(2**63))) & masks.window(30, 30),
+        {"keep": (AHEAD.abs() <= 30) & torch.tensor([True, False]).view(2, 1, 1, 1)},
+    ),
+    "what is added": (
+        masks.window(40, 0) & masks.bias(ADDED), {"keep": (AHEAD >= -40) & (AHEAD <= 0), "bias": ADDED}
+    ),
+    "what is added, causal": (
+        masks.causal() & masks.bias(ADDED_OR_HIDDEN), {"keep": AHEAD <= 0, "bias": ADDED_OR_HIDDEN}
+    ),
+    "what is added twice": (
+        masks.bias(ADDED_OR_HIDDEN) & masks.window(None, 30) & masks.bias(ADDED[:, :1]),
+        {"keep": AHEAD <= 30, "bias": ADDED_OR_HIDDEN + ADDED[:, :1]},
+    ),
+    "dense": (
+        masks.dense(ADDED > 0) & masks.padding([9, 160]),
+        {"keep": (ADDED > 0) & (ints(9, 160)[:, None] > COLUMN)[:, None, None]},
+    ),
+    "dense for each query": (
+        masks.dense(ADDED[..., :1] > 0) & masks.window(3, 3), {"keep": (ADDED[..., :1] > 0) & (AHEAD.abs() <= 3)}
+    ),
+    "dense for each head": (
+        masks.dense(ints(1, 0).bool().view(1, 2, 1, 1)) & masks.causal(),
+        {"keep": ints(1, 0).bool().view(1, 2, 1, 1) & (AHEAD <= 0)},
+    ),
+    "torch's": (
+        masks.window(50, 50) & masks.from_torch(ADDED[0, 0], LEFT_OUT, is_causal=True),
+        {"keep": (AHEAD >= -50) & (AHEAD <= 0) & ~LEFT_OUT[:, None, None], "bias": ADDED[:, :1]},
+    ),
+    "not": (~masks.causal(5) & masks.window(100, 90), {"keep": (AHEAD > 5) & (AHEAD <= 90)}),
+}  # fmt: skip
+# each beside all of the masks
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plainly": {},
+    "a sink": {"sink": torch.tensor([-1.5, 2.0], dtype=torch.float64)},
+    "all of them": {"sink": torch.tensor([-INF, 0.3], dtype=torch.float64), "softcap": 0.9, "scale": -0.6},
+}
 
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small calls take the paths of large ones."""
-    for name in ("TURN", "TURN_GRAD", "_WORTH_READING", "_WORTH_AN_ENTRY"):
+    for name in ("TURN", "TURN_GRAD", "_WORTH_READING", "_WORTH_AN_ENTRY", "_WORTH_A_TILE"):
         monkeypatch.setattr(functional, name, 0)
 
 
@@ -189,47 +305,115 @@ def results(function: Callable[..., Tensor], inputs: list[Tensor], cotangent: Te
     return [part.detach().double() for part in (out, *torch.autograd.grad(out, inputs, cotangent.to(out.dtype)))]
 
 
-def hold(inputs: list[Tensor], mask: Mask, means: dict[str, Tensor], backend: str | None, **options: Any) -> None:
-    """Values and gradients are the float64 reference's."""
-    dtype, (batch, _, queries, _), width = inputs[0].dtype, inputs[0].shape, inputs[2].shape[-1]
-    doubles = [tensor.detach().double().requires_grad_() for tensor in inputs]
-    cotangent = torch.randn(batch, H, queries, width)
-    want = results(lambda *t: reference.attention(*t, **means, **options)[0], doubles, cotangent.to(dtype).double())
-    got = results(lambda *t: attention(*t, mask=mask, backend=backend, **options), inputs, cotangent)
+def hold(
+    inputs: list[Tensor], mask: Mask | None, means: dict[str, Tensor], backend: str | None, **options: Any
+) -> None:
+    """Values and gradients, of a sink too, are the float64 reference's; what is not seen is exactly 0."""
+    dtype, (batch, heads, queries, _), width = inputs[0].dtype, inputs[0].shape, inputs[2].shape[-1]
+    sink = options.pop("sink", None)
+    sinks = [] if sink is None else [sink.detach().clone().requires_grad_()]
+    given = [*inputs, *sinks]
+    doubles = [tensor.detach().double().requires_grad_() for tensor in given]
+    cotangent = torch.randn(batch, heads, queries, width)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> Tensor:
+        return attention(q, k, v, mask=mask, backend=backend, sink=sink, **options)
+
+    def theirs(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> Tensor:
+        return reference.attention(q, k, v, **means, sink=sink, **options)[0]
+
+    want = results(theirs, doubles, cotangent.to(dtype).double())
+    got = results(ours, given, cotangent)
     eps = torch.finfo(dtype).eps
-    for part, one, other in zip(("output", "query", "key", "value"), got, want, strict=True):
+    names = ("output", "query", "key", "value", "sink")
+    for part, one, other in zip(names, got, want, strict=False):
         size = max(1.0, other.abs().max().item() if other.numel() else 0.0)
         assert_close(one, other, rtol=64 * eps, atol=64 * eps * size, msg=lambda m, p=part: f"{p}: {m}")
-        assert not one[other == 0].any(), f"{part} is not exactly 0"
+    out, _, _, of_value = want[:4]  # a single visible key gives gradients of 0 by cancellation, the rest exactly
+    dead, unseen = (out == 0).all(dim=-1), (of_value == 0).all(dim=-1)
+    for part, one, hidden in zip(names, got, (dead, dead, unseen, unseen), strict=False):
+        assert not one[hidden].any(), f"{part} is not exactly 0"
 
 
 # --- the numbers ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.thin(3)
+@pytest.mark.parametrize(("groups", "width"), [(H, V), (G, 11), (1, 2)])
 @pytest.mark.parametrize("name", CASES)
-def test_values_and_gradients(name: str, ran: list[str]) -> None:
+def test_values_and_gradients(name: str, groups: int, width: int, ran: list[str]) -> None:
     build, shape, keep = CASES[name]
-    for dtype, groups, width in itertools.product(DTYPES[:2], (H, G, 1), (V, 11)):
+    for dtype in DTYPES[:2]:
         ran.clear()
-        hold(drawn(*shape, dtype, groups, width), build(), {"keep": keep}, "ragged")
-        assert ran[0] == "ragged"
-        assert set(ran[1:]) <= {"sdpa"}
+        hold(drawn(*shape, dtype, groups, width), build(), {"keep": keep}, "tiled")
+        assert ran == ["tiled"]
 
 
-@pytest.mark.parametrize("dtype", DTYPES[2:], ids=str)
-def test_16_bit(dtype: torch.dtype) -> None:
-    for build, shape, keep in CASES.values():
-        hold(drawn(*shape, dtype), build(), {"keep": keep}, "ragged")
+@pytest.mark.thin(2)
+@pytest.mark.parametrize(("groups", "width"), [(H, V), (G, 2)])
+@pytest.mark.parametrize("name", OTHERS)
+def test_masks_that_are_more_than_lengths(name: str, groups: int, width: int, ran: list[str]) -> None:
+    build, shape, means = OTHERS[name]
+    for dtype in DTYPES[:2]:
+        ran.clear()
+        hold(drawn(*shape, dtype, groups, width), build(), means, "tiled")
+        assert ran == ["tiled"]
+
+
+@pytest.mark.thin(3)
+@pytest.mark.usefixtures("always")  # then a tile is as small as one can be
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", LONG)
+def test_several_tiles(name: str, options: str) -> None:
+    mask, means = LONG[name]
+    groups, width = (1, 3) if options == "a sink" else (2, 2) if options == "all of them" else (2, 3)
+    sizes = ((2, ROWS, 3), (groups, COLUMNS, 3), (groups, COLUMNS, width))
+    inputs = [torch.randn(2, *size, dtype=torch.float64).requires_grad_() for size in sizes]
+    hold(inputs, mask, means, "tiled", **OPTIONS[options])
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_several_tiles_in_fewer_bits(dtype: torch.dtype) -> None:
+    for name in ("a window", "causal(-90)", "a prefix in a window", "what is added, causal", "dense"):
+        mask, means = LONG[name]
+        inputs = [
+            torch.randn(2, heads, n, 4).to(dtype).requires_grad_()
+            for heads, n in ((2, ROWS), (1, COLUMNS), (1, COLUMNS))
+        ]
+        hold(inputs, mask, means, "tiled")
+        hold(inputs, mask, means, "tiled", **OPTIONS["a sink"])
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("name", LONG)
+def test_what_is_chosen_saves_something(name: str, ran: list[str]) -> None:
+    """And without gradients it is the same."""
+    mask, means = LONG[name]
+    inputs = [torch.randn(2, 2, n, 3) for n in (ROWS, COLUMNS, COLUMNS)]
+    out = attention(*inputs, mask=mask)
+    want, _ = reference.attention(*inputs, **means)
+    assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
+    saves_nothing = name in ("wider than all", "causal(2**62)", "causal and holes", "dense", "dense for each head")
+    assert ran[0] == "tiled" or saves_nothing
+
+
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("dtype", DTYPES[2:], ids=str)
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_16_bit(dtype: torch.dtype, first: int) -> None:
+    for build, shape, keep in list(CASES.values())[first::3]:
+        hold(drawn(*shape, dtype), build(), {"keep": keep}, "tiled")
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("name", some(3, list(CASES)))
 def test_chosen_where_it_is_quicker(name: str, ran: list[str]) -> None:
     """With gradients and without, the same numbers; layouts are those of every other backend."""
     build, shape, keep = CASES[name]
     inputs = drawn(*shape)
     hold(inputs, build(), {"keep": keep}, None)
-    assert ran[0] == "ragged" or not keep.any()  # where nothing is visible there is nothing to run
+    assert ran == (["sdpa"] if name in WHOLE else ["tiled"])
     with torch.no_grad():
         out = attention(*inputs, mask=build())
         same = attention(*inputs, mask=build(), backend="plain")
@@ -237,10 +421,12 @@ def test_chosen_where_it_is_quicker(name: str, ran: list[str]) -> None:
     assert out.dtype == same.dtype
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("scale", [0.0, 0.3, -1.7])
-def test_scale(scale: float) -> None:
-    for build, shape, keep in CASES.values():
-        hold(drawn(*shape), build(), {"keep": keep}, "ragged", scale=scale)
+@pytest.mark.parametrize("first", [0, 1, 2])
+def test_scale(scale: float, first: int) -> None:
+    for build, shape, keep in list(CASES.values())[first::3]:
+        hold(drawn(*shape), build(), {"keep": keep}, "tiled", scale=scale)
 
 
 @pytest.mark.parametrize("name", ["lengths", "a length of 0, causal", "documents, causal", "to other keys"])
@@ -250,13 +436,40 @@ def test_other_strides(name: str) -> None:
     key = torch.randn(batch, 2 * G, K, keys)[:, ::2].transpose(-1, -2)
     value = torch.randn(1, 1, keys, V).expand(batch, G, keys, V)
     want, _ = reference.attention(query, key, value, keep=keep)
-    assert_close(attention(query, key, value, mask=build(), backend="ragged").double(), want, rtol=1e-5, atol=1e-5)
+    assert_close(attention(query, key, value, mask=build(), backend="tiled").double(), want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "no queries" not in name])
+STRIDED: dict[str, Callable[[int], Tensor]] = {
+    "one row for all": lambda n: torch.randn(2, 2, 1, 4, dtype=torch.float64).expand(2, 2, n, 4),
+    "one sample for all": lambda n: torch.randn(2, n, 4, dtype=torch.float64).expand(2, 2, n, 4),
+    "overlapping rows": lambda n: torch.randn(2, 2, n + 3, dtype=torch.float64).unfold(2, 4, 1),
+    "columns apart": lambda n: torch.randn(2, 2, n, 8, dtype=torch.float64)[..., ::2],
+    "rows last": lambda n: torch.randn(2, 2, 4, n, dtype=torch.float64).mT,
+}
+
+
+@pytest.mark.parametrize("options", ["plainly", "all of them"])
+@pytest.mark.parametrize("name", STRIDED)
+def test_any_strides(name: str, options: str) -> None:
+    """Of the inputs, and of the gradient that comes in."""
+    make, mask, told = STRIDED[name], masks.window(2, 1), OPTIONS[options]
+    keep = {"keep": ((AHEAD >= -2) & (AHEAD <= 1))[:9, :11]}
+    inputs = [make(n).detach() for n in (9, 11, 11)]
+    doubles = [tensor.clone().contiguous().requires_grad_() for tensor in inputs]
+    leaves = [tensor.requires_grad_() for tensor in inputs]
+    for cotangent in (make(9), torch.ones(()).double().expand(2, 2, 9, 4)):
+        want = results(lambda *t: reference.attention(*t, **keep, **told)[0], doubles, cotangent)
+        got = results(lambda *t: attention(*t, mask=mask, backend="tiled", **told), leaves, cotangent)
+        for one, other in zip(got, want, strict=True):
+            assert_close(one, other, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "name", some(3, [*(name for name in CASES if "causal" in name and "no queries" not in name), *OTHERS])
+)
 def test_second_derivatives(name: str) -> None:
-    build, shape, _ = CASES[name]
-    call = lambda q, k, v: attention(q, k, v, mask=build(), backend="ragged")  # noqa: E731
+    build, shape, _ = CASES.get(name) or OTHERS[name]
+    call = lambda q, k, v: attention(q, k, v, mask=build(), backend="tiled")  # noqa: E731
     inputs = drawn(*shape)
     assert gradcheck(call, inputs, fast_mode=True)
     assert gradgradcheck(call, inputs, fast_mode=True)
@@ -266,13 +479,13 @@ def test_second_derivatives(name: str) -> None:
 def test_second_derivatives_where_inputs_depend_on_each_other(mask: Mask) -> None:
     x = torch.randn(2, 2, 5, 3, dtype=torch.float64, requires_grad=True)
     found = {}
-    for backend in ("ragged", "plain"):
+    for backend in ("tiled", "plain"):
         q = x * 1
         k = q * 2
         out = attention(q, k, k.sin() + q, mask=mask, backend=backend)
         (first,) = torch.autograd.grad(out.pow(2).sum(), x, create_graph=True)
         found[backend] = [first, *torch.autograd.grad(first.pow(2).sum(), x)]
-    for got, want in zip(found["ragged"], found["plain"], strict=True):
+    for got, want in zip(found["tiled"], found["plain"], strict=True):
         assert_close(got, want, rtol=1e-9, atol=1e-10)
 
 
@@ -284,7 +497,7 @@ def test_gradients_of_one_input_only(which: int) -> None:
         inputs[which].requires_grad_()
         found = [
             torch.autograd.grad(attention(*inputs, mask=build(), backend=backend).sin().sum(), inputs[which])[0]
-            for backend in ("ragged", "plain")
+            for backend in ("tiled", "plain")
         ]
         assert_close(*found, rtol=1e-11, atol=1e-12)
 
@@ -292,7 +505,7 @@ def test_gradients_of_one_input_only(which: int) -> None:
 @pytest.mark.parametrize("lengths", [[0, 0], [0, 2]], ids=str)
 def test_a_graph_where_no_key_is_visible(lengths: list[int]) -> None:
     """The output hangs on its inputs even if it does not depend on them: a backward gives 0, it does not fail."""
-    for backend in ("sdpa", "plain", "ragged"):
+    for backend in ("sdpa", "plain", "tiled"):
         inputs = drawn(2, L, S)
         out = attention(*inputs, mask=masks.padding(lengths), backend=backend)
         assert out.requires_grad, backend
@@ -314,14 +527,14 @@ def test_what_is_hidden_has_no_influence(name: str, poison: float) -> None:
     ]
     cotangent = torch.randn(*inputs[0].shape[:3], V)
     want = results(lambda *t: reference.attention(*t, keep=keep)[0], inputs, cotangent.double())
-    got = results(lambda *t: attention(*t, mask=build(), backend="ragged"), dirty, cotangent)
+    got = results(lambda *t: attention(*t, mask=build(), backend="tiled"), dirty, cotangent)
     for one, other in zip(got, want, strict=True):
         assert_close(one, other, rtol=1e-11, atol=1e-12)
 
 
 def test_a_row_without_keys_is_0_and_so_is_its_gradient() -> None:
     query, key, value = drawn(2, L, S)
-    out = attention(query, key, value, mask=masks.padding([0, 4]), backend="ragged")
+    out = attention(query, key, value, mask=masks.padding([0, 4]), backend="tiled")
     assert not out[0].any()
     assert out[1].ne(0).all()
     for grad in torch.autograd.grad(out.exp().sum(), [query, key, value]):
@@ -340,7 +553,7 @@ def test_dropout(packed: bool) -> None:
     eye = torch.eye(S).view(1, 1, S, S)
     key = torch.cat([eye, eye], dim=2) if packed else eye.expand(2, 1, S, S)
     mask = sequences([rows, rows], [S, S]) if packed else masks.padding([seen, S])
-    out = attention(query, key, key, mask=mask, dropout=0.25, backend="ragged").view(2, rows, S)
+    out = attention(query, key, key, mask=mask, dropout=0.25, backend="tiled").view(2, rows, S)
     for sample, count in zip(out, (S if packed else seen, S), strict=True):
         kept = sample[:, :count] != 0
         assert_close(sample[:, :count][kept], torch.full((int(kept.sum()),), 1 / count / 0.75))
@@ -350,11 +563,11 @@ def test_dropout(packed: bool) -> None:
         assert not kept.all(dim=0).any()
     assert not torch.equal(out[0] != 0, out[1] != 0)  # drawn anew for each sequence
     torch.manual_seed(3)
-    first = attention(query, key, key, mask=mask, dropout=0.5, backend="ragged")
+    first = attention(query, key, key, mask=mask, dropout=0.5, backend="tiled")
     torch.manual_seed(3)
-    assert torch.equal(first, attention(query, key, key, mask=mask, dropout=0.5, backend="ragged"))
+    assert torch.equal(first, attention(query, key, key, mask=mask, dropout=0.5, backend="tiled"))
     query.requires_grad_()
-    out = attention(query, key, key, mask=mask, dropout=1.0, backend="ragged")
+    out = attention(query, key, key, mask=mask, dropout=1.0, backend="tiled")
     assert torch.equal(out, torch.zeros_like(query))
     assert not torch.autograd.grad(out.sum(), query)[0].any()
 
@@ -362,46 +575,211 @@ def test_dropout(packed: bool) -> None:
 # --- what is taken, and what is not -----------------------------------------------------------------------------------
 
 
-def test_lengths_are_read_as_they_are() -> None:
-    cpu = torch.device("cpu")
+CPU = torch.device("cpu")
+
+
+def tiles_of(mask: Mask | None, *size: int, pair: float = 1, turn: float = 1) -> Tiling:
+    return find_tiling(mask, Size(*size, CPU), pair, turn)
+
+
+def test_masks_are_read_as_they_are() -> None:
+    """Each sample or document is one tile, wherever it is; what cannot be cut out is left for the tiles."""
+
+    def tile(samples: tuple[int, int], queries: tuple[int, int], keys: tuple[int, int], flag: bool = False) -> Tile:
+        return Tile(Rectangle(samples, queries, keys), flag)
+
+    every = (0, L)
     for mask, size, want in (
-        (masks.padding([3, 9, 0]), (3, H, L, S), Ragged((L, L, L), (3, S, 0), False)),
-        (masks.documents(ints(2, 2, 0)), (1, H, 3, 3), Ragged((2, 1), (2, 1), True)),
-        (masks.documents(ints(2, 0), ints(2, 2, 2, 0)), (1, H, 2, 4), Ragged((1, 1), (3, 1), True)),
-        (sequences([2, 1]), (1, H, 3, 3), Ragged((2, 1), (2, 1), True)),
-    ):
-        assert lower_to_lengths(mask, Size(*size, cpu)) == Lowered(ragged=want)
-        alike = not want.packed or want.queries == want.keys
-        for whole in (mask & masks.causal(), masks.causal() & mask):
-            assert lower_to_lengths(whole, Size(*size, cpu)) == (Lowered(True, ragged=want) if alike else None)
-    for mask in (masks.causal(), masks.window(2, 0), masks.bias(torch.zeros(L, S)), masks.window(None, None)):
-        assert lower_to_lengths(mask, Size(2, H, L, S, cpu)) is None
+        (None, (3, H, L, S), [tile((0, 3), every, (0, S))]),
+        (masks.padding([3, 9, 0]), (3, H, L, S), [tile((0, 1), every, (0, 3)), tile((1, 2), every, (0, S))]),
+        (masks.padding([3]), (3, H, L, S), [tile((0, 3), every, (0, 3))]),
+        (masks.padding(LEFT[:, 0, 0]), (2, H, L, S), [tile((0, 1), every, (S - 3, S)), tile((1, 2), every, (0, S))]),
+        (masks.documents(ints(2, 2, 0)), (1, H, 3, 3), [tile((0, 1), (0, 2), (0, 2)), tile((0, 1), (2, 3), (2, 3))]),
+        (
+            masks.documents(ints(2, 0, 0, 7), ints(0, 3, 2, 2)), (2, H, 4, 4),
+            [tile((0, 2), (0, 1), (2, 4)), tile((0, 2), (1, 3), (0, 1))],
+        ),
+        (
+            masks.documents(ints(0, 0, 1), torch.stack([ints(0, 0, 1), ints(1, 1, 0)])), (2, H, 3, 3),
+            [
+                tile((0, 1), (0, 2), (0, 2)), tile((0, 1), (2, 3), (2, 3)),
+                tile((1, 2), (0, 2), (2, 3)), tile((1, 2), (2, 3), (0, 2)),
+            ],
+        ),
+        (sequences([2, 1]), (1, H, 3, 3), [tile((0, 1), (0, 2), (0, 2)), tile((0, 1), (2, 3), (2, 3))]),
+        (masks.causal(), (2, H, L, S), [tile((0, 2), every, (0, L), flag=True)]),
+        (masks.causal() & masks.padding([9, 2]), (2, H, L, S), [
+            tile((0, 1), every, (0, L), flag=True), tile((1, 2), every, (0, 2), flag=True)
+        ]),
+        (masks.window(S, S), (2, H, L, S), [tile((0, 2), every, (0, S))]),
+    ):  # fmt: skip
+        found = tiles_of(mask, *size)
+        assert sorted(found.tiles) == want, mask
+        assert (found.rest, found.whole) == (None, mask)
+        beside = None if mask is None else mask & masks.bias(torch.zeros(size[2:]))
+        if beside is not None:
+            found = tiles_of(beside, *size)
+            assert sorted(found.tiles) == want, mask
+            assert found.rest is beside.parts[1]
+    band = masks.causal() | masks.prefix(2)
+    (only,) = tiles_of(masks.window(3, None) & band, 2, H, 6, 7).tiles
+    assert only == Tile(Rectangle((0, 2), (0, 6), (0, 6)), band=Band(3, 0, 2))
+
+
+def written_out(tiling: Tiling, size: Size) -> Tensor:
+    """(B, H, L, S): what the tiles show, put together; and no query is in two of them."""
+    keep = torch.zeros(size[:4], dtype=torch.bool)
+    times = torch.zeros(size.batch, size.queries, dtype=torch.int64)
+    for tile in tiling.tiles:
+        samples, queries, keys = (slice(*bounds) for bounds in tile.place)
+        times[samples, queries] += 1
+        target = keep[samples, :, queries, keys]
+        assert target.numel()  # nothing empty is run
+        own = Size(target.shape[0], size.heads, *target.shape[2:], size.device)
+        target[:] = True
+        if tile.causal:
+            target &= Band(None, 0).keep(own.queries, own.keys, CPU)
+        if tile.band is not None:
+            assert not tile.causal
+            target &= tile.band.keep(own.queries, own.keys, CPU)
+        if tiling.rest is not None:
+            rest = lower(tiling.rest.cut(tile.place, size), own)
+            for part in (rest.whole_keep(own), None if rest.bias is None else rest.bias != -INF):
+                if part is not None:
+                    target &= part
+    assert (times <= 1).all()
+    return keep
+
+
+def kept(mask: Mask, size: Size) -> Tensor:
+    """(B, H, L, S) by the mask's own rule."""
+    lowered = lower(mask, size)
+    keep = torch.ones(size[:4], dtype=torch.bool)
+    for part in (lowered.whole_keep(size), None if lowered.bias is None else lowered.bias != -INF):
+        if part is not None:
+            keep = keep & part
+    return keep
+
+
+@pytest.mark.parametrize("name", some(3, [*CASES, *OTHERS, *LONG]))
+def test_tiles_show_what_the_mask_shows(name: str) -> None:
+    if name in LONG:
+        mask, shape = LONG[name][0], (2, 2, ROWS, COLUMNS)
+    else:
+        build, (batch, queries, keys), _ = CASES.get(name) or OTHERS[name]
+        mask, shape = build(), (batch, H, queries, keys)
+    size = Size(*shape, CPU)
+    for turn in (1, 1e6):
+        assert torch.equal(written_out(find_tiling(mask, size, 1, turn), size), kept(mask, size))
+
+
+def drawn_band(draw: random.Random, most: int) -> Band:
+    left, right = (draw.choice([None, draw.randint(-most, most)]) for _ in range(2))
+    return Band(left, right, draw.choice([0, draw.randint(0, most)]) if right is not None else 0)
+
+
+def shown(band: Band, queries: int, keys: int) -> list[list[bool]]:
+    """What the words of the class say."""
+    left, right, first = band
+    return [
+        [(left is None or j >= i - left) and (right is None or j <= i + right or j < first) for j in range(keys)]
+        for i in range(queries)
+    ]
+
+
+def test_bands_say_what_their_numbers_say() -> None:
+    draw = random.Random(1)
+    for _ in range(150):
+        L_, S_ = draw.randint(1, 9), draw.randint(1, 9)
+        one, other = drawn_band(draw, 11), drawn_band(draw, 11)
+        keep = one.keep(L_, S_, CPU)
+        assert keep.shape == (1, 1, L_, S_)
+        assert keep[0, 0].tolist() == shown(one, L_, S_)
+        within = one.within(L_, S_)
+        assert shown(within, L_, S_) == shown(one, L_, S_), (one, within)
+        assert within.within(L_, S_) == within
+        if all(map(all, shown(one, L_, S_))):
+            assert within == Band(), one  # what hides nothing is left out
+        met = one.meet(other)
+        assert met == other.meet(one)
+        if met is not None:
+            both = [
+                [a and b for a, b in zip(*rows, strict=True)]
+                for rows in zip(shown(one, L_, S_), shown(other, L_, S_), strict=True)
+            ]
+            assert shown(met, L_, S_) == both, (one, other, met)
+        else:  # prefixes that do not nest
+            assert (one.right < other.right) != (one.first < other.first)
+        row, column = draw.randint(0, L_ - 1), draw.randint(0, S_ - 1)
+        moved = shown(one.seen_from(row, column), L_ - row, S_ - column)
+        assert moved == [line[column:] for line in shown(one, L_, S_)[row:]], (one, row, column)
+
+
+def test_tiles_of_drawn_bands() -> None:
+    """All that is seen is in the tiles, once, and hardly more."""
+    draw = random.Random(2)
+    for _ in range(60):
+        size = Size(1, 1, draw.choice([1, 64, 65, 130, 200]), draw.choice([1, 63, 128, 190]), CPU)
+        band = drawn_band(draw, 220)
+        mask = Sequences((size.queries,), (size.keys,), band)
+        tiling = find_tiling(mask, size, 1, draw.choice([1, 1e4, 1e9]))
+        assert tiling.rest is None
+        keep = band.keep(size.queries, size.keys, CPU)
+        assert torch.equal(written_out(tiling, size), keep), (band, size)
+        for tile in tiling.tiles:
+            block = keep[0, 0, slice(*tile.place.queries), slice(*tile.place.keys)]
+            if band.left is not None and band.right is not None and not band.first:
+                assert block[:, 0].any() or block[0].any()  # no wider than what it shows
+                assert block[:, -1].any()
+
+
+@pytest.mark.parametrize("name", some(3, [name for name in (*CASES, *OTHERS) if "no queries" not in name]))
+def test_a_part_of_a_mask_is_a_part_of_the_whole(name: str) -> None:
+    """Every class of masks writes the part down as slices of what it writes down."""
+    build, (batch, queries, keys), _ = CASES.get(name) or OTHERS[name]
+    biased = build() & masks.bias(torch.randn(1, H, queries, keys)) & masks.bias(torch.randn(batch, 1, 1, keys))
+    opposite = masks.window(1, 0) if name == "a float" else ~build()  # scores have no opposite
+    combined = (masks.causal(torch.arange(batch) - 1) | opposite) & masks.causal(2)
+    draw = random.Random(3)
+    for mask in (build(), biased, combined, appended(build(), 1) if name not in PACKED else biased):
+        size = Size(batch, H, queries, keys + (repr(mask).startswith("appended")), CPU)
+        for _ in range(4):
+            low = [draw.randint(0, n - 1) for n in (size.batch, size.queries, size.keys)]
+            high = [draw.randint(a + 1, n) for a, n in zip(low, (size.batch, size.queries, size.keys), strict=True)]
+            place = Rectangle(*zip(low, high, strict=True))
+            part = mask.cut(place, size)
+            own = Size(*(high[0] - low[0], H, high[1] - low[1], high[2] - low[2]), CPU)
+            at = (slice(low[0], high[0]), slice(None), slice(low[1], high[1]), slice(low[2], high[2]))
+            try:
+                whole = kept(mask, size)
+            except ValueError:
+                continue  # packed rows with other sizes
+            assert torch.equal(kept(part, own), whole[at])
+            score = mask.score(size)
+            if score is not None:
+                assert torch.equal(part.score(own).expand(own[:4]), score.expand(size[:4])[at])
+            assert repr(part)
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("name", OTHERS)
-def test_what_says_more_takes_the_general_path(name: str, ran: list[str]) -> None:
-    build, shape, means = OTHERS[name]
-    inputs = drawn(*shape)
-    hold(inputs, build(), means, None)
-    assert "ragged" not in ran
-    assert explain(*inputs, mask=build()).refused["ragged"][0].startswith("it needs a mask of lengths")
-    with pytest.raises(
-        ValueError, match=r"^attention: backend must take this call, and ragged does not: it needs a mask"
-    ):
-        attention(*inputs, mask=build(), backend="ragged")
-
-
-@pytest.mark.usefixtures("always")
-def test_options_that_only_the_plain_backend_takes(ran: list[str]) -> None:
+def test_options_beside_a_mask(ran: list[str]) -> None:
+    """What only the plain backend took before; weights are still its business."""
     inputs = drawn(2, L, S)
-    for options in ({"softcap": 2.0}, {"sink": torch.zeros(H, dtype=torch.float64)}):
-        hold(inputs, masks.padding([3, 2]), {"keep": first_keys(3, 2)}, None, **options)
-        assert set(ran) == {"plain"}
-        with pytest.raises(ValueError, match=r"^attention: backend must take this call, and ragged does not"):
-            attention(*inputs, mask=masks.padding([3, 2]), backend="ragged", **options)
+    sink = torch.randn(H, dtype=torch.float64)
+    for options in ({"softcap": 2.0}, {"sink": sink}, {"sink": sink, "softcap": 0.5, "scale": 2.0}):
+        for backend in (None, "tiled"):
+            ran.clear()
+            hold(inputs, masks.padding([3, 0]), {"keep": first_keys(3, 0)}, backend, **options)
+            assert set(ran) == {"tiled"}
     weights = attention_weights(*inputs[:2], mask=masks.padding([3, 2]))
     assert_close(weights.sum(-1), torch.ones(2, H, L, dtype=torch.float64))
+
+
+def test_a_large_sink_beside_rows_that_see_nothing() -> None:
+    """exp of it is no number, and those rows are in no tile."""
+    inputs, sink = drawn(2, L, S, torch.float32), torch.tensor([200.0, 90.0, -200.0, -INF])
+    hold(inputs, masks.padding([0, 3]), {"keep": first_keys(0, 3)}, "tiled", sink=sink)
+    hold(inputs, masks.causal(-2), {"keep": tril(L, S + 2)[:, 2:]}, "tiled", sink=sink)
 
 
 @pytest.mark.usefixtures("always")
@@ -413,7 +791,12 @@ def test_a_learned_bias_beside_keeps_its_gradient(ran: list[str]) -> None:
         out = attention(*inputs, mask=masks.padding([3, 2]) & masks.bias(scores), backend=backend)
         found.append(torch.autograd.grad(out.sin().sum(), scores)[0])
     assert_close(*found, rtol=1e-11, atol=1e-12)
-    assert "ragged" not in ran
+    assert "tiled" not in ran
+    reason = "a bias that is learned number by number needs the gradient of all scores"
+    mask = masks.padding([3, 2]) & masks.bias(scores)
+    assert explain(*inputs, mask=mask).refused["tiled"] == [reason]
+    with pytest.raises(ValueError, match=f"^attention: backend must take this call, and tiled does not: {reason}"):
+        attention(*inputs, mask=mask, backend="tiled")
 
 
 @pytest.mark.usefixtures("always")
@@ -424,24 +807,55 @@ def test_refusals_stay_refusals() -> None:
         (masks.padding([1, 2]), r"padding: lengths must have one entry per sample, B = 1; got \(2,\)"),
         (masks.padding(torch.ones(1, 5).bool()), r"padding: keep must broadcast to .*; got \(1, 1, 1, 5\)"),
         (masks.documents(torch.arange(5)), r"documents: ids must be \(6,\) or \(1, 6\) .*; got \(5,\)"),
+        (masks.documents(torch.arange(8)), r"documents: ids must be \(6,\) or \(1, 6\) .*; got \(8,\)"),
+        (masks.documents(torch.arange(6), torch.arange(7)), r"documents: key_ids must be \(6,\) or .*; got \(7,\)"),
+        (
+            masks.padding([6]) & masks.documents(torch.arange(8)),  # cut tile by tile
+            r"documents: ids must be \(6,\) or \(1, 6\) .*; got \(8,\)",
+        ),
+        (masks.causal(ints(1, 2)), r"causal: offset must have one entry per sample, B = 1; got \(2,\)"),
         (masks.documents(torch.arange(6).view(2, 3)), r"documents: ids must be \(6,\) or \(1, 6\) .*; got \(2, 3\)"),
         (masks.documents(torch.arange(6).view(6, 1)), r"documents: ids must be \(6,\) or \(1, 6\) .*; got \(6, 1\)"),
         (masks.from_torch(None, torch.zeros(2, 6).bool()), r"from_torch: key_padding_mask must be \(B, S\) with .*"),
         (masks.dense(torch.ones(5, 6).bool()), r"dense: keep must broadcast to .*; got \(1, 1, 5, 6\)"),
     ):
-        for backend in ("sdpa", None, "ragged"):
+        for backend in ("sdpa", None, "tiled"):
             with pytest.raises(ValueError, match=f"^{message}"):
                 attention(*inputs, mask=mask, backend=backend)
-    with pytest.raises(ValueError, match=r"documents: ids must be"):
-        attention(*drawn(1, 6, 6), mask=sequences([2, 3]))
+    for mask, message in (
+        (sequences([2, 3]), "queries must add up to 6 for these scores; got 5"),
+        (sequences([2, 5]), "queries must add up to 6 for these scores; got 7"),
+        (sequences([2, 4], [3, 4]), "keys must add up to 6 for these scores; got 7"),
+    ):
+        for backend in ("sdpa", None, "tiled"):
+            with pytest.raises(ValueError, match=f"^sequences: {message}"):
+                attention(*inputs, mask=mask, backend=backend)
 
 
-def test_an_empty_batch() -> None:
-    inputs = drawn(0, L, S)
-    for backend in (None, "sdpa", "plain"):
-        assert attention(*inputs, mask=masks.padding(torch.zeros(0, dtype=torch.int64)), backend=backend).shape == (
-            0, H, L, V,
-        )  # fmt: skip
+@pytest.mark.parametrize("backend", [None, "tiled", "sdpa", "plain"])
+def test_sizes_of_0(backend: str | None) -> None:
+    none = torch.zeros(0, dtype=torch.int64)
+    for size in itertools.product((0, 2), (0, 3), (0, 3)):
+        batch, queries, keys = size
+        for mask in (
+            None,
+            masks.causal(),
+            masks.window(1, 0),
+            masks.prefix(2),
+            masks.padding([2]) & masks.causal(),
+            masks.padding(none if batch == 0 else ints(0, 2)),
+            masks.documents(torch.arange(queries), torch.arange(keys)),
+            masks.documents(torch.arange(queries).expand(batch, -1), torch.arange(keys)),
+            sequences([queries], [keys]),
+            masks.dense(torch.ones(queries, keys).bool()),
+        ):
+            inputs = drawn(*size)
+            out = attention(*inputs, mask=mask, backend=backend)
+            assert out.shape == (batch, H, queries, V)
+            out.sum().backward()
+            assert [tensor.grad.shape for tensor in inputs] == [tensor.shape for tensor in inputs]
+    query, key = torch.randn(2, 0, 3, 4), torch.randn(2, 1, 3, 4)  # no heads
+    assert attention(query, key, key, mask=masks.causal(), backend=backend).shape == (2, 0, 3, 4)
 
 
 def test_sequences_written_out_are_documents() -> None:
@@ -454,7 +868,19 @@ def test_sequences_written_out_are_documents() -> None:
     assert torch.equal(mask.keep(Size(1, 1, 4, 3, torch.device("cpu"))), pieces([3, 1], [1, 2]))
     assert repr(mask) == "sequences([3, 1])"
     assert mask.draw() == masks.documents(ints(0, 0, 0, 1), ints(0, 1, 1)).draw()
-    assert copy.deepcopy(mask).ragged == mask.ragged
+    own = sequences([3, 1], [1, 2], Band(1, 0))
+    for twin in (copy.deepcopy(own), pickle.loads(pickle.dumps(own))):
+        assert vars(twin) == vars(own)
+
+
+@pytest.mark.usefixtures("always")
+def test_masks_that_were_copied() -> None:
+    inputs = [torch.randn(2, 2, n, 3) for n in (ROWS, COLUMNS, COLUMNS)]
+    for name in ("a prefix in a window", "a window in documents", "torch's", "what is added, causal"):
+        mask = LONG[name][0]
+        want = attention(*inputs, mask=mask)
+        for twin in (copy.copy(mask), copy.deepcopy(mask), pickle.loads(pickle.dumps(mask))):
+            assert torch.equal(attention(*inputs, mask=twin), want)
 
 
 # --- when it pays -----------------------------------------------------------------------------------------------------
@@ -466,24 +892,24 @@ def test_as_much_is_saved_as_a_turn_costs(grad: bool, monkeypatch: pytest.Monkey
     inputs = [tensor.detach().requires_grad_(grad) for tensor in drawn(2, L, S)]
     saved = 2 * H * (K + V) * L * (2 * S - 3 - 4)
     for name, price, want in (
-        ("TURN_GRAD" if grad else "TURN", saved / 2, "ragged"),
+        ("TURN_GRAD" if grad else "TURN", saved / 2, "tiled"),
         ("TURN_GRAD" if grad else "TURN", saved / 2 + 1, "sdpa"),
     ):
         for other in ("TURN", "TURN_GRAD"):
-            monkeypatch.setattr(functional, other, price if other == name else 1e30 if want == "ragged" else 0)
+            monkeypatch.setattr(functional, other, price if other == name else 1e30 if want == "tiled" else 0)
         assert explain(*inputs, mask=masks.padding([3, 4])).backend == want
         with torch.no_grad():
             assert explain(*inputs, mask=masks.padding([3, 4])).backend == (
-                want if not grad else "sdpa" if want == "ragged" else "ragged"
+                want if not grad else "sdpa" if want == "tiled" else "tiled"
             )
 
 
 def test_full_lengths_are_not_worth_a_loop_and_short_calls_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(2, 8, 128, 64)
     assert explain(x, x, x, mask=masks.padding([128, 128])).backend == "sdpa"
-    assert explain(x, x, x, mask=masks.padding([128, 8])).backend == "ragged"
+    assert explain(x, x, x, mask=masks.padding([128, 8])).backend == "tiled"
     assert explain(x, x, x, mask=masks.padding([127, 128])).backend == "sdpa"
-    for name in ("lower_to_lengths", "with_flag"):
+    for name in ("find_tiling", "with_flag"):
         monkeypatch.setattr(functional, name, lambda *_: pytest.fail("read"))
     short = x[:, :, :8]
     attention(short, short, short, mask=masks.padding([8, 2]))
@@ -533,8 +959,8 @@ def under_a_mode(call: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 
 
 WAYS: dict[str, Callable[..., Tensor]] = {
-    "compiled": compiled,
     "compiled for any size": dynamic,
+    "compiled": compiled,
     "exported": exported,
     "a dispatch mode": under_a_mode,
     "a subclass": lambda call, *inputs: call(*(tensor.as_subclass(Tagged) for tensor in inputs)).as_subclass(Tensor),
@@ -548,8 +974,8 @@ WAYS: dict[str, Callable[..., Tensor]] = {
     "traced": lambda call, *inputs: torch.jit.trace(call, inputs, check_trace=False)(*inputs),
 }  # fmt: skip
 GIVEN: dict[str, Callable[[Tensor], Mask]] = {
-    "padding": masks.padding,
     "padding & causal": lambda keep: masks.padding(keep) & masks.causal(),
+    "padding": masks.padding,
     "a causal tensor": lambda keep: (
         masks.dense(
             torch.ones(keep.shape[1], keep.shape[1], dtype=torch.bool).tril()  # no loop, for Dynamo
@@ -559,6 +985,7 @@ GIVEN: dict[str, Callable[[Tensor], Mask]] = {
 }
 
 
+@pytest.mark.thin(2)
 @forward_mode
 @traced
 @pytest.mark.usefixtures("always")
@@ -571,21 +998,21 @@ def test_the_general_path(way: str, given: str, ran: list[str]) -> None:
     query, key, value = (tensor.detach() for tensor in drawn(2, S, S, torch.float32))
     keep = first_keys(3, S)[:, 0, 0]
     want = attention(query, key, value, mask=GIVEN[given](keep))
-    assert ran[0] == "ragged"
+    assert ran[0] == "tiled"
     ran.clear()
     got = WAYS[way](lambda q, k, v, m: attention(q, k, v, mask=GIVEN[given](m)), query, key, value, keep)
-    assert "ragged" not in ran
+    assert "tiled" not in ran
     assert ran
     assert_close(got, want.sum() if way == "grad" else want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("given", ["padding & causal", "a causal tensor"])
+@pytest.mark.parametrize("given", [pytest.param("padding & causal", marks=pytest.mark.slow), "a causal tensor"])
 def test_large_calls_compile_to_one_graph(given: str) -> None:
     """As large as is read in eager mode: a number that is read would break the graph."""
     x = torch.randn(2, 4, 256, 64)
     keep = first_keys(17, 256, keys=256)[:, 0, 0]
     call = lambda q, m: attention(q, q, q, mask=GIVEN[given](m))  # noqa: E731
-    assert explain(x, x, x, mask=GIVEN[given](keep)).backend == "ragged"
+    assert explain(x, x, x, mask=GIVEN[given](keep)).backend == "tiled"
     assert_close(compiled(call, x, keep), call(x, keep), rtol=1e-5, atol=1e-5)
 
 
@@ -599,7 +1026,7 @@ def test_no_numbers_at_all(ran: list[str]) -> None:
     meta = x.to("meta")
     for mask in (masks.padding(ints(3, 2).to("meta")), masks.dense(tril(S, S).to("meta"))):
         assert attention(meta, meta, meta, mask=mask).shape == x.shape
-    assert "ragged" not in ran
+    assert "tiled" not in ran
 
 
 @pytest.mark.usefixtures("always")
@@ -632,7 +1059,7 @@ def test_another_default_device(device: str, ran: list[str]) -> None:
     want, _ = reference.attention(*inputs, keep=first_keys(3, 2) & causal)
     assert_close(out, want, rtol=1e-11, atol=1e-12)
     assert_close(packed, listed, rtol=1e-11, atol=1e-12)
-    assert ran.count("ragged") == 3
+    assert ran.count("tiled") == 3
 
 
 @pytest.mark.usefixtures("always")
@@ -647,7 +1074,7 @@ def test_inference_tensors(ran: list[str]) -> None:
         out = attention(learned, key, value, mask=masks.padding(ints(3, 2)))
     want, _ = reference.attention(learned.detach(), key, value, keep=first_keys(3, 2))
     assert_close(out.double(), want, rtol=1e-5, atol=1e-5)
-    assert ran[0] == "ragged"
+    assert ran[0] == "tiled"
 
 
 # --- memory, and what changes meanwhile -------------------------------------------------------------------------------
@@ -674,16 +1101,147 @@ def test_inputs_that_are_written_to_are_noticed() -> None:
     """A second derivative would be built from other numbers: an error, not a wrong gradient."""
     query, key, value = drawn(2, L, S)
     copies = [tensor * 1 for tensor in (query, key, value)]
-    out = attention(*copies, mask=masks.padding([3, 2]), backend="ragged")
+    out = attention(*copies, mask=masks.padding([3, 2]), backend="tiled")
     with torch.no_grad():
         copies[1].mul_(2)
     with pytest.raises(RuntimeError, match=r"in ?-?place"):
         torch.autograd.grad(out.sum(), [query, key, value], create_graph=True)
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("kind", ["dense", "bias", "holes"])
+def test_masks_that_are_read_again_in_backward_are_watched(kind: str, create_graph: bool) -> None:
+    """Gradients would be those of another mask: an error, not a wrong gradient."""
+    tensor = {"dense": tril(L, S), "bias": torch.randn(L, S), "holes": WRITTEN[:, 0, 0].clone()}[kind]
+    mask = {"dense": masks.dense, "bias": masks.bias, "holes": masks.padding}[kind](tensor)
+    inputs = drawn(2, L, S)
+    out = attention(*inputs, mask=mask & masks.window(3, 1), backend="tiled")
+    torch.autograd.grad(out.sum(), inputs, retain_graph=True, create_graph=create_graph)
+    tensor[0] = 1
+    with pytest.raises(RuntimeError, match="a mask was changed in place after the forward pass"):
+        torch.autograd.grad(out.sum(), inputs, create_graph=create_graph)
+
+
+def test_backward_twice() -> None:
+    inputs = drawn(2, L, S)
+    for options in ({}, {"dropout": 0.5}):
+        out = attention(*inputs, mask=masks.padding([3, 2]) & masks.window(2, 2), backend="tiled", **options)
+        first = torch.autograd.grad(out.sin().sum(), inputs, retain_graph=True)
+        for one, other in zip(first, torch.autograd.grad(out.sin().sum(), inputs), strict=True):
+            assert torch.equal(one, other)
+        with pytest.raises(RuntimeError, match="second time"):
+            torch.autograd.grad(out.sin().sum(), inputs)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+@pytest.mark.parametrize("options", OPTIONS)
+def test_many_gradients_at_once(options: str) -> None:
+    """`is_grads_batched`, vectorized Jacobians and vmap over backward: as many single ones."""
+    told = OPTIONS[options]
+    sizes = ((2, 9, 3), (1, 11, 3), (1, 11, 3))
+    inputs = [torch.randn(2, *size, dtype=torch.float64).requires_grad_() for size in sizes]
+    out = attention(*inputs, mask=masks.window(3, 1) & masks.padding([9, 0]), backend="tiled", **told)
+    many = torch.randn(3, *out.shape, dtype=torch.float64)
+    alone = [torch.autograd.grad(out, inputs, one, retain_graph=True) for one in many]
+    want = [torch.stack(grads) for grads in zip(*alone, strict=True)]
+    batched = torch.autograd.grad(out, inputs, many, is_grads_batched=True, retain_graph=True)
+    mapped = torch.func.vmap(lambda one: torch.autograd.grad(out, inputs, one, retain_graph=True))(many)
+    for got in (batched, mapped):
+        for one, other in zip(got, want, strict=True):
+            assert_close(one, other, rtol=1e-11, atol=1e-12)
+
+
+def test_what_dropout_leaves_out() -> None:
+    """What was drawn is not kept, so only a plain backward draws it again: the rest is refused, with the cure."""
+    inputs = drawn(2, L, S)
+    out = attention(*inputs, mask=masks.window(3, 1), dropout=0.5, backend="tiled")
+    with pytest.raises(RuntimeError, match=r"dropout need the plain backend: attention.*backend='plain'"):
+        torch.autograd.grad(out.sum(), inputs, create_graph=True, retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"dropout need the plain backend: attention.*backend='plain'"):
+        torch.autograd.grad(out, inputs, torch.ones(2, *out.shape).double(), is_grads_batched=True)
+
+
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("options", ["plainly", "all of them"])
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_backward_drops_what_forward_dropped(reentrant: bool | None, options: str) -> None:
+    """Sum of the output is linear in value: value times its gradient is that sum, if the same weights were dropped."""
+    query, key, value = (
+        torch.randn(2, 2, n, 3, dtype=torch.float64).requires_grad_() for n in (ROWS, COLUMNS, COLUMNS)
+    )
+    mask = masks.window(40, 9) & masks.padding([COLUMNS, 60]) & masks.bias(ADDED_OR_HIDDEN)
+    call = lambda q, k, v: attention(q, k, v, mask=mask, dropout=0.4, **OPTIONS[options])  # noqa: E731
+    out = call(query, key, value) if reentrant is None else checkpoint(call, query, key, value, use_reentrant=reentrant)
+    out.backward(torch.ones_like(out))
+    assert_close((value * value.grad).sum(), out.sum(), rtol=1e-10, atol=1e-10)
+    assert out[0].all()
+
+
+def test_gradients_under_dropout() -> None:
+    """Against finite differences, the same weights dropped each time."""
+
+    def call(*inputs: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return attention(
+            *inputs, mask=masks.window(3, 2) & masks.padding([S, 3]), dropout=0.4, softcap=2.0, backend="tiled"
+        )
+
+    assert gradcheck(call, drawn(2, L, S), fast_mode=True)
+
+
+def test_hooks_on_saved_tensors() -> None:
+    """Offloading sees all that is kept, and what it gives back is used."""
+    inputs, seen = drawn(2, ROWS, COLUMNS), []
+    mask = masks.window(9, 2)
+    want = results(lambda *t: attention(*t, mask=mask, backend="tiled"), inputs, torch.ones(2, H, ROWS, V))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (seen.append(t.shape), t.clone())[1], lambda t: t):
+        out = attention(*inputs, mask=mask, backend="tiled")
+    assert all(math.prod(shape) < ROWS * COLUMNS for shape in seen)
+    for one, other in zip((out, *torch.autograd.grad(out.sum(), inputs)), want, strict=True):
+        assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_one_mode_after_another() -> None:
+    """What one mode left in a cache serves the next: inference first, then gradients, both ways."""
+    for width in (5, 6):
+        mask, inputs = masks.window(width, 2), drawn(1, 71, 73, torch.float32)
+        with torch.inference_mode():
+            first = attention(*inputs, mask=mask, backend="tiled")
+        second = attention(*inputs, mask=mask, backend="tiled")
+        assert torch.equal(first, second)
+        for tensor in torch.autograd.grad(second.sum(), inputs):
+            assert tensor.isfinite().all()
+        with torch.no_grad():
+            third = attention(*inputs, mask=mask, backend="tiled")
+            assert not third.requires_grad
+            with torch.enable_grad():
+                assert attention(*inputs, mask=mask, backend="tiled").requires_grad
+        assert torch.equal(first, third)
+
+
+def test_deterministic_algorithms_and_another_default_dtype() -> None:
+    inputs = drawn(2, L, S, torch.float32)
+    keep = {"keep": first_keys(3, 0) & tril(L, S)}
+    torch.use_deterministic_algorithms(True)  # put back by conftest, like the dtype
+    hold(inputs, masks.padding([3, 0]) & masks.causal(), keep, "tiled")
+    for dtype in (torch.float64, torch.bfloat16):
+        torch.set_default_dtype(dtype)
+        hold(inputs, masks.padding([3, 0]) & masks.causal(), keep, "tiled")
+        hold(inputs, masks.padding([3, 0]) & masks.causal(), keep, "tiled", softcap=0.7)
+
+
+def test_the_largest_numbers_of_float16() -> None:
+    """Products that float16 cannot hold are held in float32."""
+    inputs = [(torch.randn(2, 2, n, 16) * 80).half() for n in (70, 75, 75)]
+    for options in ({}, {"softcap": 1e4}):
+        want, _ = reference.attention(*inputs, keep=AHEAD[:70, :75] <= 1, **options)
+        out = attention(*inputs, mask=masks.causal(1), backend="tiled", **options)
+        assert_close(out.double(), want, rtol=2e-2, atol=0.5)
+
+
 def test_the_output_may_be_written_to() -> None:
     inputs = drawn(2, L, S)
-    out = attention(*inputs, mask=masks.padding([3, 2]), backend="ragged")
+    out = attention(*inputs, mask=masks.padding([3, 2]), backend="tiled")
     want = attention(*inputs, mask=masks.padding([3, 2]), backend="plain")
     with torch.no_grad():
         assert out.untyped_storage().data_ptr() not in [t.untyped_storage().data_ptr() for t in inputs]
@@ -694,7 +1252,7 @@ def test_the_output_may_be_written_to() -> None:
 def test_one_sequence_is_no_view_of_the_input() -> None:
     """One sample, whose only key is its value: still a tensor of its own."""
     x = torch.randn(1, H, 1, K)
-    out = attention(x, x, x, mask=masks.padding([1]), backend="ragged")
+    out = attention(x, x, x, mask=masks.padding([1]), backend="tiled")
     assert_close(out, x)
     assert out.data_ptr() != x.data_ptr()
 
@@ -761,7 +1319,7 @@ def test_the_module(options: dict[str, Any], fused: bool, causal: bool, ran: lis
         x = torch.randn(3, S, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
         ran.clear()
         out, _ = module(x, x, x, key_padding_mask=padding, is_causal=causal, need_weights=need_weights)
-        assert ("ragged" in ran) == (not need_weights and not options)
+        assert ("tiled" in ran) == (not need_weights and not options)
         found.append([out, *torch.autograd.grad(out.sin().sum(), [x, *module.parameters()])])
     for got, want in zip(found[1], found[0], strict=True):
         assert_close(got, want, rtol=1e-10, atol=1e-11)
@@ -775,12 +1333,12 @@ def test_a_module_in_place_of_dropout_sees_the_weights(ran: list[str]) -> None:
     x = torch.randn(2, S, 6)
     module(x, x, x, key_padding_mask=~first_keys(S, 3)[:, 0, 0], need_weights=False)
     assert seen == [(2, 2, S, S)]
-    assert "ragged" not in ran
+    assert "tiled" not in ran
 
 
 # --- a tensor that says just "causal" ---------------------------------------------------------------------------------
 
-SIZES = [(5, 5), (5, 7), (7, 5), (1, 4), (2, 2), (3, 2), (2, 1)]
+SIZES = [(5, 5), (5, 7), (7, 5), (2, 4), (2, 2), (3, 2), (2, 1)]
 size_of = pytest.mark.parametrize("size", SIZES, ids=str)
 
 
@@ -853,6 +1411,20 @@ def test_a_large_penalty_is_no_minus_infinity(size: tuple[int, int], low: float)
     assert lower(with_flag(masks.causal() & mask, square(*size)), square(*size)) == Lowered(True)
 
 
+@pytest.mark.usefixtures("always")
+@pytest.mark.parametrize("backend", [None, "tiled", "sdpa", "plain"])
+def test_the_mask_of_a_single_query_stays(backend: str | None) -> None:
+    """It says the same of a key for all queries: as padding, whose keys are silenced, and no flag is."""
+    mask = masks.causal() & masks.dense(tril(1, 4))
+    assert with_flag(mask, square(1, 4)) is mask
+    query, key, value = drawn(2, 1, 4)
+    dirty = [tensor.detach().index_fill(2, ints(1, 2, 3), math.nan).requires_grad_() for tensor in (key, value)]
+    out = attention(query, *dirty, mask=mask, backend=backend)
+    assert_close(out, value[:, :, :1].repeat_interleave(H // G, dim=1), rtol=1e-12, atol=1e-12)
+    for grad in torch.autograd.grad(out.sum(), [query, *dirty]):
+        assert grad.isfinite().all()
+
+
 def test_masks_of_other_shapes_stay() -> None:
     keep, where = tril(L, S), square(L, S)
     for mask in (
@@ -883,7 +1455,7 @@ def test_what_stands_beside_a_causal_tensor_stays() -> None:
 
 
 @pytest.mark.usefixtures("always")
-@size_of
+@pytest.mark.parametrize("size", some(3, SIZES), ids=str)
 def test_numbers_and_gradients_with_the_flag(
     size: tuple[int, int], monkeypatch: pytest.MonkeyPatch, ran: list[str]
 ) -> None:
@@ -901,7 +1473,7 @@ def test_numbers_and_gradients_with_the_flag(
         hold(drawn(B, *size), mask & lengths, {"keep": keep & first_keys(size[1], 1, 0, keys=size[1])}, "sdpa")
         ran.clear()
         hold(drawn(B, *size), lengths & mask, {"keep": keep & first_keys(size[1], 1, 0, keys=size[1])}, None)
-        assert keep.all() or ran[0] == "ragged", name  # a flag beside lengths
+        assert keep.all() or ran[0] == "tiled", name  # a flag beside lengths
         hold(drawn(B, *size), masks.causal() & mask, {"keep": keep}, None)
         found = []
         for backend in ("sdpa", "plain"):
