@@ -395,22 +395,16 @@ def _probability(value: float) -> float:
     return value
 
 
-def _short_call(module: MultiheadAttention, x: Tensor, masks: Masks) -> Tensor | None:
-    """`forward` of x on itself, batch first, without masks, weights or anything attached; None for any other call.
-
-    The same operations in the same order, so the same numbers to the bit. Only the detours are missing: a fifth of
-    the time of a short sequence goes into calls of modules and functions that have nothing to do.
-    """
+def _is_bare(module: MultiheadAttention, x: Tensor, masks: Masks) -> bool:
+    """Whether x is a batch, batch first, of what the module takes, without masks, and nothing is attached to either."""
     own = module.__dict__
     masked = not (masks[0] is None and masks[1] is None and masks[2] is None and masks[3] is None)
     if masked or not own["batch_first"] or own["add_zero_attn"] or not isinstance(x, Tensor) or x.is_nested:
-        return None
-    modules: dict[str, Any] = own["_modules"]
-    drop, attend, shape = modules["attn_dropout"], modules["attend"], x.shape
-    if (
+        return False
+    drop, attend, shape = own["_modules"]["attn_dropout"], own["_modules"]["attend"], x.shape
+    return not (
         len(shape) != 3
         or not shape[2] == own["embed_dim"] == own["kdim"] == own["vdim"]
-        or "extended" in own
         or own.get("bias_k", 0) is not None  # a Parameter, parametrized or not, is elsewhere
         or type(drop) is not nn.Dropout
         or (drop.training and drop.p > 0)
@@ -419,8 +413,19 @@ def _short_call(module: MultiheadAttention, x: Tensor, masks: Masks) -> Tensor |
         or is_hooked(drop)
         or is_hooked(attend)
         or not direct()
-    ):
+    )
+
+
+def _short_call(module: MultiheadAttention, x: Tensor, masks: Masks) -> Tensor | None:
+    """`forward` of x on itself, batch first, without masks, weights or anything attached; None for any other call.
+
+    The same operations in the same order, so the same numbers to the bit. Only the detours are missing: a fifth of
+    the time of a short sequence goes into calls of modules and functions that have nothing to do.
+    """
+    own = module.__dict__
+    if "extended" in own or not _is_bare(module, x, masks):
         return None
+    modules: dict[str, Any] = own["_modules"]
     try:
         q_BHLK, k_BHSK, v_BHSK = module._project(x, x, x, own["embed_dim"] // own["num_heads"], True, True)
         if k_BHSK.shape != q_BHLK.shape:
@@ -437,31 +442,13 @@ def _short_step(module: MultiheadAttention, x: Tensor, masks: Masks, cache: Cach
     The same as the long way, without the detours, which for a single token are as long as the way. The token sees all
     that is cached, so that nothing depends on `is_causal`.
     """
-    own = module.__dict__
-    masked = not (masks[0] is None and masks[1] is None and masks[2] is None and masks[3] is None)
-    if masked or not isinstance(x, Tensor) or not isinstance(cache, StaticCache) or not cache.is_ready(module):
+    own, modules = module.__dict__, module._modules
+    if not isinstance(cache, StaticCache) or not cache.is_ready(module) or not _is_bare(module, x, masks):
         return None
-    modules: dict[str, Any] = own["_modules"]
-    drop, attend, shape = modules["attn_dropout"], modules["attend"], x.shape
-    if (
-        x.is_nested
-        or len(shape) != 3
-        or shape[1] != 1
-        or not shape[2] == own["embed_dim"] == own["kdim"] == own["vdim"]
-        or not own["batch_first"]
-        or own["add_zero_attn"]
-        or own.get("bias_k", 0) is not None
-        or torch.is_grad_enabled()
-        or type(drop) is not nn.Dropout
-        or (drop.training and drop.p > 0)
-        or type(attend) is not Attend
-        or attend.backend is not None
-        or is_hooked(drop)
-        or is_hooked(attend)
-        or not direct()
-        or not eager()
-        or ("extended" in own and (options.scoring(module) or isinstance(modules.get("positions"), Alibi)))
-    ):
+    positions = modules.get("positions") if "extended" in own else None
+    if x.shape[1] != 1 or torch.is_grad_enabled() or not eager() or isinstance(positions, Alibi):
+        return None
+    if "extended" in own and options.scoring(module):
         return None
     try:
         q_BHLK, k_BGSK, v_BGSK = module._project(x, x, x, module.head_dim, True, True)
