@@ -216,7 +216,9 @@ class StaticCache(Cache):
 
     def _is_locked(self) -> bool:
         """Whether it was copied or reordered in inference mode, which forbids to write to it outside of that mode."""
-        return not torch.is_inference_mode_enabled() and any(buffer.is_inference() for buffer in self._held)
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+            return False
+        return any(buffer.is_inference() for buffer in self._held)
 
     def _take(self, new: tuple[Tensor, ...], capacity: int, kept: int = 0) -> None:
         """Memory for what is new, and in it the last `kept` positions of the old."""
