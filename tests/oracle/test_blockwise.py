@@ -82,7 +82,7 @@ def assert_equals_reference(
     keep = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril() if causal else None
     factor = drawn(q, k, causal, options).double() / (1 - realised(p)) if p < 1 else torch.zeros(1, 1, 1, 1)
     expected, weights = reference.attention(
-        *leaves[:3],  # type: ignore[arg-type]
+        *leaves[:3],
         keep=keep, bias=leaves[3], scale=SCALE, softcap=options.softcap, sink=sink, factor=factor,
     )  # fmt: skip
     expected.backward(grad_out.double())

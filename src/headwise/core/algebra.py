@@ -65,7 +65,7 @@ class Mask:
 
     def keep(self, size: Size) -> Tensor | None:
         """True where a query may attend, broadcastable to (B, H, L, S); None: everywhere."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__}.keep: a mask has to say which keys are seen")
 
     def score(self, size: Size) -> Tensor | None:
         """What is added to the scores, broadcastable to (B, H, L, S); None: nothing."""

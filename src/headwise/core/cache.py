@@ -20,7 +20,7 @@ from headwise._checks import invalid, kind_of, positive
 from headwise.core.algebra import Mask
 from headwise.core.backends import readable
 from headwise.core.inputs import Masks
-from headwise.core.lowering import Size
+from headwise.core.lowering import Size, version
 from headwise.core.masks import window
 from headwise.core.shifting import shifted
 
@@ -123,7 +123,7 @@ class Cache:
         self, query: Tensor, key: Tensor, value: Tensor, padding: Tensor | None, mask: Mask | None
     ) -> tuple[Tensor, Tensor, Mask | None]:
         """All keys and values that these queries may see, and the mask of this call, spoken of these keys."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__}.extend: make a StaticCache, a RollingCache or a CrossCache")
 
 
 class StaticCache(Cache):
@@ -334,13 +334,13 @@ class CrossCache(Cache):
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
         if self._memory is not None:  # a copy counts anew, but what was written to is not forgotten: no version is -1
-            state["_memory"] = tuple((tensor, 0 if _version(tensor) == at else -1) for tensor, at in self._memory)
+            state["_memory"] = tuple((tensor, 0 if version(tensor) == at else -1) for tensor, at in self._memory)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         if self._memory is not None:
-            self._memory = tuple((tensor, at or _version(tensor)) for tensor, at in self._memory)
+            self._memory = tuple((tensor, at or version(tensor)) for tensor, at in self._memory)
 
     @property
     def places(self) -> tuple[int, int]:
@@ -363,7 +363,7 @@ class CrossCache(Cache):
         if self._held:
             self._recognize(module, key, value)
         else:
-            self._memory = ((key, _version(key)), (value, _version(value)))
+            self._memory = ((key, version(key)), (value, version(value)))
 
     def project(
         self, module: MultiheadAttention, query: Tensor, key: Tensor, value: Tensor
@@ -391,15 +391,15 @@ class CrossCache(Cache):
         if have != (B, S):
             raise invalid(_CALLER, "key", f"{cure}: (B, S) = {(B, S)}", have, key=key, value=value)
         for word, given, known in zip(("key", "value"), (key, value), self._memory or (), strict=False):
-            first, version = known
+            first, at = known
             if given is first:
-                if _version(given) != version:
+                if version(given) != at:
                     raise invalid(_CALLER, word, cure, "the same tensor, written to since", key=key, value=value)
             elif given.shape != first.shape or (
-                readable(given) and readable(first) and (_version(first) != version or not _same(given, first))
+                readable(given) and readable(first) and (version(first) != at or not _same(given, first))
             ):
                 raise invalid(_CALLER, word, cure, "other numbers", key=key, value=value)
-        self._memory = ((key, _version(key)), (value, _version(value)))
+        self._memory = ((key, version(key)), (value, version(value)))
 
 
 class CacheList:
@@ -544,8 +544,3 @@ def _indices(function: str, indices: Tensor | Sequence[int], held: Tensor) -> Te
 def _same(left: Tensor, right: Tensor) -> bool:
     """Whether the numbers are the same, those that padding may hold included: NaN is NaN."""
     return torch.equal(left, right) or bool(((left == right) | (left.isnan() & right.isnan())).all())
-
-
-def _version(tensor: Tensor) -> int:
-    """How often a tensor has been written to, where that is counted."""
-    return 0 if torch.compiler.is_compiling() or tensor.is_inference() else tensor._version

@@ -23,9 +23,8 @@ from headwise.core.functional import (
     prepare,
     top_attention_weights,
 )
-from headwise.core.inputs import Masks, check_inputs, dropout_of, once, settle_masks
-from headwise.core.layouts import rows as heights
-from headwise.core.packing import find_packed
+from headwise.core.inputs import Masks, check_inputs, dropout_of, once, settle_masks, size_of
+from headwise.core.packing import find_packed, flops_of
 
 if TYPE_CHECKING:
     from headwise.core.multihead import MultiheadAttention
@@ -36,8 +35,7 @@ _Three = tuple[Tensor, Tensor, Tensor]
 def explain_module(module: MultiheadAttention, given: _Three, masks: Masks, is_causal: bool) -> Explanation:
     """`MultiheadAttention.explain`."""
     query, key, _, mask, query_padding_mask = _settled("explain", module, given, masks, is_causal)
-    batch, length = (0, 1) if module.batch_first else (1, 0)
-    B, L, S = query.shape[batch], query.shape[length], key.shape[length]
+    B, _, L, S, _ = size_of(module, query, key)
     found = find_packed(module, query, key, mask, query_padding_mask)
     packed = None if isinstance(found, str) else found
     recorded = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in module.parameters())
@@ -47,10 +45,9 @@ def explain_module(module: MultiheadAttention, given: _Three, masks: Masks, is_c
         sizes, mask = (1, *positions), packed.mask
     request = _request(module, query, sizes, mask, recorded=recorded)
     core = explain_request(request, named("explain", module.backend, request), asked=module.backend is not None)
-    dense = 4.0 * B * module.num_heads * L * S * module.head_dim
     return core._replace(
-        flops=core.flops + _projecting(module, *positions),
-        dense_flops=dense + _projecting(module, B * L, B * S),
+        flops=core.flops + flops_of(module, *positions),
+        dense_flops=flops_of(module, B * L, B * S, B * L * S),
         packed=found if isinstance(found, str) else (sum(positions), B * (L + S)),
     )
 
@@ -71,13 +68,6 @@ def _request(
     softcap, sink = options.scoring(module) or (None, None)
     tiled = None if module.backend is None else module.backend == "tiled"
     return prepare(q, k, v, mask, None, dropout, drop, softcap, sink, H != G, tiled)
-
-
-def _projecting(module: MultiheadAttention, queries: int, keys: int) -> float:
-    """FLOPs of the projections, the gate's too."""
-    wide, narrow, _ = heights(module)
-    gates = 3 if "gate_proj" in module._modules else 2
-    return 2.0 * gates * module.embed_dim * wide * queries + 2.0 * narrow * (module.kdim + module.vdim) * keys
 
 
 def some_weights(

@@ -229,6 +229,12 @@ def _zeros_and_ones(mask: Tensor) -> bool:
     return low.item() == 0 and high.item() == 1 and bool(((mask == 0) | (mask == 1)).all())
 
 
+def size_of(module: MultiheadAttention, query: Tensor, key: Tensor) -> Size:
+    """Of the scores that batched queries and keys make."""
+    batch, length = (0, 1) if module.batch_first else (1, 0)
+    return Size(query.shape[batch], module.num_heads, query.shape[length], key.shape[length], query.device)
+
+
 def still(
     module: MultiheadAttention,
     query: Tensor,
@@ -239,9 +245,7 @@ def still(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Set to 0 what is padding in every role it plays: a NaN there would reach the projections' gradients (0 * NaN)."""
     batch_first = module.batch_first
-    batch_dim, length_dim = (0, 1) if batch_first else (1, 0)
-    size = Size(query.shape[batch_dim], module.num_heads, query.shape[length_dim], key.shape[length_dim], query.device)
-    keys = visible_keys(joined, size)
+    keys = visible_keys(joined, size_of(module, query, key))
     hidden_key = None
     if keys is not None:
         hidden_key = ~keys.any(dim=1)[:, 0, :, None]  # (B or 1, S or 1, 1)

@@ -244,6 +244,12 @@ def same_device(function: str, argument: str, tensor: Tensor, size: Size, **shap
         raise invalid(function, argument, f"be on the query's device {size.device}", tensor.device, **shapes)
 
 
+def version(tensor: Tensor | None) -> int:
+    """How often a tensor has been written to, where that is counted."""
+    uncounted = tensor is None or torch.compiler.is_compiling() or tensor.is_inference()
+    return 0 if tensor is None or uncounted else tensor._version
+
+
 def cast_scores(scores: Tensor, dtype: torch.dtype) -> Tensor:
     """Cast so that finite values stay finite: a narrower dtype would round a large penalty to -inf, which hides."""
     if torch.finfo(scores.dtype).max <= torch.finfo(dtype).max:

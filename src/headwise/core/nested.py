@@ -8,9 +8,7 @@ Letters: B batch, H heads, L and S the longest query and key, P positions of all
 
 from __future__ import annotations
 
-import functools
 import itertools
-import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -24,8 +22,8 @@ from headwise.core.backends import readable
 from headwise.core.functional import cost_of_turn
 from headwise.core.inputs import Masks, check_shards
 from headwise.core.masks import causal, padding
-from headwise.core.tiling import as_band, sequences
-from headwise.core.varlen import takes
+from headwise.core.tiling import as_band, as_sequences, joined, sequences
+from headwise.core.varlen import takes, takes_rows
 
 if TYPE_CHECKING:
     from headwise.core.multihead import MultiheadAttention
@@ -119,7 +117,8 @@ def attend_nested(
     # the weights, and what sees or outlasts the row, want samples beside each other
     padded = need_weights or module.add_zero_attn or module.bias_k is not None or drops[1] is not None
     places, weights = None, None
-    if padded or not _is_worth(q_BHLK, k_BHSK, v_BHSK, query, key, drops[0]):
+    own = None if padded else _of_rows(mask, query, key)
+    if padded or not _is_worth(q_BHLK, k_BHSK, v_BHSK, query, key, drops[0], None if scoring else own):
         places = query.places()
         key_places = places if key is query else key.places()
         q_BHLK = _pad(q_BHLK, query, places)
@@ -129,7 +128,7 @@ def attend_nested(
             mask = real if mask is None else mask & real
         k_BHSK, v_BHSK, mask = options.with_extra_keys(module, k_BHSK, v_BHSK, mask)
         out, weights = module.attend(q_BHLK, k_BHSK, v_BHSK, mask, *drops, need_weights, average_attn_weights, *scoring)
-    elif (own := _of_rows(mask, query, key)) is not None:
+    elif own is not None:
         out, _ = module.attend(q_BHLK, k_BHSK, v_BHSK, own, *drops, False, True, *scoring)
     else:  # the mask speaks of positions in a sample, not in the row
         heads = q_BHLK.split(query.lengths, 2), k_BHSK.split(key.lengths, 2), v_BHSK.split(key.lengths, 2)
@@ -153,10 +152,10 @@ def _of_rows(mask: Mask | None, query: Samples, key: Samples) -> Mask | None:
     """What keeps the samples of two rows apart and holds in each of them; None: it cannot be said of a row."""
     added = [term for term in ([] if mask is None else terms(mask)) if isinstance(term, Alibi)]
     others = [term for term in ([] if mask is None else terms(mask)) if not isinstance(term, Alibi)]
-    band = as_band(functools.reduce(operator.and_, others) if others else None)
+    band = as_band(joined(others))
     if band is None or (added and query.lengths != key.lengths):  # distances are counted in the row
         return None
-    return functools.reduce(operator.and_, added, sequences(query.lengths, key.lengths, band))
+    return joined([sequences(query.lengths, key.lengths, band), *added])
 
 
 def _pad(heads_1HPK: Tensor, row: Samples, places: Tensor | None) -> Tensor:
@@ -168,10 +167,16 @@ def _pad(heads_1HPK: Tensor, row: Samples, places: Tensor | None) -> Tensor:
     return heads_PHK.view(B, L, H, K).transpose(1, 2)
 
 
-def _is_worth(q_1HPK: Tensor, k: Tensor, v: Tensor, query: Samples, key: Samples, dropout: float) -> bool:
-    """Whether attention runs sequence by sequence: what is no position costs more than a loop would."""
+def _is_worth(
+    q_1HPK: Tensor, k: Tensor, v: Tensor, query: Samples, key: Samples, dropout: float, own: Mask | None
+) -> bool:
+    """Whether attention runs sequence by sequence: what is no position costs more than a loop would.
+
+    On a GPU that is where its kernel takes `own`, the mask of the rows: any other would need their scores as a whole.
+    """
     if takes(q_1HPK, k, v):
-        return dropout == 0
+        rows = None if own is None else as_sequences(own)
+        return dropout == 0 and rows is not None and takes_rows(rows)
     if not readable(q_1HPK):
         return False
     B = len(query.lengths)

@@ -17,11 +17,12 @@ from headwise._checks import class_of
 from headwise.core.algebra import Mask, per_key, terms, walk_tensors
 from headwise.core.backends import readable
 from headwise.core.functional import TURN, TURN_GRAD
+from headwise.core.inputs import size_of
 from headwise.core.layouts import CHILDREN, is_hooked, is_plain, rows
 from headwise.core.lowering import Band, Size
 from headwise.core.positions import Alibi, Rotary
 from headwise.core.projections import direct
-from headwise.core.tiling import as_band, sequences, with_flag
+from headwise.core.tiling import as_band, joined, sequences, stretches, with_flag
 
 if TYPE_CHECKING:
     from headwise.core.multihead import MultiheadAttention
@@ -106,11 +107,10 @@ def find_packed(
         return "there is no padding mask"
     if not readable(query):
         return _UNREADABLE
-    batch, length = (0, 1) if module.batch_first else (1, 0)
-    B, L, S = query.shape[batch], query.shape[length], key.shape[length]
+    B, _, L, S, _ = size_of(module, query, key)
     turn = TURN_GRAD if torch.is_grad_enabled() or (module.attn_dropout.training and module.dropout) else TURN
-    flops = _Flops(module, B, L, S)
-    if flops.saved(0, 0, 0) < turn * B:
+    dense = flops_of(module, B * L, B * S, B * L * S)
+    if dense < turn * B:
         return f"the batch is small: less than {turn:.0e} FLOPs a sample"
     if watched := who_watches(module):
         return watched
@@ -119,7 +119,7 @@ def find_packed(
         return packed
     queries, keys = packed[:2]
     pairs = sum(map(operator.mul, queries.lengths, keys.lengths))
-    saved = flops.saved(sum(queries.lengths), sum(keys.lengths), pairs)
+    saved = dense - flops_of(module, sum(queries.lengths), sum(keys.lengths), pairs)
     if saved < turn * B:
         return f"it would save {saved:.2g} FLOPs, less than {turn:.0e} a sample, what a loop over samples costs"
     return packed
@@ -144,13 +144,11 @@ def pack_both(
         mask: what is hidden.
         query_padding_mask: (B, L), True = padding. None: all queries are real.
     """
-    heads, batch_first = modules[0].num_heads, modules[0].batch_first
+    batch_first, size = modules[0].batch_first, size_of(modules[0], query, key)
     real_BL = None if query_padding_mask is None else ~query_padding_mask
     tensors = [] if mask is None else list(walk_tensors(mask))
     if not all(map(readable, tensors if query_padding_mask is None else [*tensors, query_padding_mask])):
         return _UNREADABLE
-    batch, length = (0, 1) if batch_first else (1, 0)
-    size = Size(query.shape[batch], heads, query.shape[length], key.shape[length], query.device)
     found = (None, Band()) if mask is None else _read(with_flag(mask, size), size)
     if isinstance(found, str):
         return found
@@ -166,21 +164,12 @@ def pack_both(
     return Packed(queries, keys, sequences(queries.lengths, keys.lengths, band))
 
 
-class _Flops(NamedTuple):
-    """Of an attention on a padded batch."""
-
-    module: MultiheadAttention
-    batch: int
-    queries: int
-    keys: int
-
-    def saved(self, queries: int, keys: int, pairs: int) -> float:
-        """By computing so many queries, keys and products of the two only."""
-        module, (wide, narrow, _) = self.module, rows(self.module)
-        gates = 3 if "gate_proj" in module._modules else 2
-        less = 2 * gates * module.embed_dim * wide * (self.batch * self.queries - queries)
-        less += 2 * narrow * (module.kdim + module.vdim) * (self.batch * self.keys - keys)
-        return less + 4 * wide * (self.batch * self.queries * self.keys - pairs)
+def flops_of(module: MultiheadAttention, queries: int, keys: int, pairs: int = 0) -> float:
+    """Of the projections of so many queries and keys, the gate's too, and of so many products of the two."""
+    wide, narrow, _ = rows(module)
+    gates = 3 if "gate_proj" in module._modules else 2
+    projections = gates * module.embed_dim * wide * queries + narrow * (module.kdim + module.vdim) * keys
+    return 2.0 * projections + 4.0 * wide * pairs
 
 
 def who_watches(module: MultiheadAttention) -> str:
@@ -221,7 +210,7 @@ def _read(mask: Mask, size: Size) -> tuple[Tensor | None, Band] | str:
     """Which keys are real, (B, S), and the band of queries and keys, or why the mask says more than these."""
     keys = [term for term in terms(mask) if per_key(term)]
     others = [term for term in terms(mask) if not per_key(term)]
-    band, real = as_band(functools.reduce(operator.and_, others) if others else None), []
+    band, real = as_band(joined(others)), []
     if band is None:
         return "a mask speaks of single queries; causal, window and their like are packed"
     for term in keys:
@@ -240,13 +229,12 @@ def _keeps_its_meaning(
     """Whether a band, and positions if there are any, mean the same when they are counted in what is real."""
     if not placed and (band == Band() or (alike and band == Band(None, 0))):
         return True
-    if alike and real_BS is not None and _are_stretches(real_BS, anywhere=True):
+    if alike and real_BS is not None and stretches(real_BS) is not None:
         return not band.first
-    return all(real is None or _are_stretches(real) for real in (real_BL, real_BS))
+    return all(real is None or _at_the_beginning(real) for real in (real_BL, real_BS))
 
 
-def _are_stretches(real_BS: Tensor, *, anywhere: bool = False) -> bool:
-    """Whether what is real of each sample lies side by side, at its beginning or anywhere."""
-    starts: Tensor | int = real_BS.int().argmax(dim=1)[:, None] if anywhere and real_BS.shape[1] else 0
-    ahead_BS = torch.arange(real_BS.shape[1], device=real_BS.device) - starts
-    return torch.equal(real_BS, (ahead_BS >= 0) & (ahead_BS < real_BS.sum(dim=1)[:, None]))
+def _at_the_beginning(real_BS: Tensor) -> bool:
+    """Whether what is real of each sample lies side by side from its first position on."""
+    found = stretches(real_BS)
+    return found is not None and not found[0].any()

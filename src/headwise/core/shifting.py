@@ -5,11 +5,9 @@ Letters: B batch, H query heads, L query positions, S key positions.
 
 from __future__ import annotations
 
-import functools
-import operator
-
 from headwise.core.algebra import Documents, Given, Mask, rebuilt, terms
 from headwise.core.lowering import Band, Rectangle, Size
+from headwise.core.tiling import joined
 
 
 def shifted(mask: Mask | None, query: int, key: int, size: Size) -> Mask | None:
@@ -26,7 +24,7 @@ def shifted(mask: Mask | None, query: int, key: int, size: Size) -> Mask | None:
         band = term.band()
         if band is None or band.within(size.queries, size.keys) != Band():
             found.append(term)
-    return functools.reduce(operator.and_, found) if found else None
+    return joined(found)
 
 
 def _moved(mask: Mask, query: int, key: int, size: Size) -> Mask:

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from headwise.core import blockwise
 from headwise.core.algebra import Mask, lower, walk_tensors, with_learned
-from headwise.core.lowering import NOTHING_HIDDEN, Band, Lowered, Size, Tile, Tiling
+from headwise.core.lowering import NOTHING_HIDDEN, Band, Lowered, Size, Tile, Tiling, version
+from headwise.core.twice import partial, private
 
 
 class Call(NamedTuple):
@@ -312,9 +313,7 @@ def _differentiable(
             alias.masked_fill(everywhere, 0.0) if was and alias is not None else None
             for alias, was in zip(aliases, asked, strict=True)
         ]
-    wanted = [alias for alias, was in zip(aliases, asked, strict=True) if was and alias is not None]
-    grads = iter(torch.autograd.grad(out, wanted, grad_out, create_graph=create_graph) if wanted else ())
-    return [next(grads) if was else None for was in asked]
+    return partial(out, aliases, asked, grad_out, create_graph=create_graph)
 
 
 def widened(tensor: Tensor, width: int) -> Tensor:
@@ -358,7 +357,7 @@ def again(
 def _versions(mask: Mask | None) -> list[int]:
     """How often the tensors of a mask have been written to."""
     tensors = () if mask is None else walk_tensors(mask)
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+    return [version(tensor) for tensor in tensors]
 
 
 def _is_batched(tensor: Tensor) -> bool:
@@ -366,17 +365,10 @@ def _is_batched(tensor: Tensor) -> bool:
     return any(kind(tensor) for kind in _BATCHED)
 
 
-def _private(name: str) -> Callable[..., Any] | None:
-    """A private operator of torch; None in a release that lacks it."""
-    found: Callable[..., Any] | None = getattr(torch.ops.aten, name, None)
-    return found
-
-
-_BATCHED = [
-    getattr(torch._C._functorch, name, lambda _: False) for name in ("is_batchedtensor", "is_legacy_batchedtensor")
-]
+_BATCHED = [private(torch._C._functorch, name, False) for name in ("is_batchedtensor", "is_legacy_batchedtensor")]
 _GOLDEN = 0x9E3779B97F4A7C15
 _KEYS_OF_A_RUN = 2**22  # numbers of keys that overlapping tiles have between them in one call: 16 MiB
-_FUSED = _private("_scaled_dot_product_flash_attention_for_cpu")
-_FUSED_BACKWARD = _private("_scaled_dot_product_flash_attention_for_cpu_backward")
+_NAME = "_scaled_dot_product_flash_attention_for_cpu"  # private: None in a release that lacks them
+_FUSED: Callable[..., Any] | None = getattr(torch.ops.aten, _NAME, None)
+_FUSED_BACKWARD: Callable[..., Any] | None = getattr(torch.ops.aten, _NAME + "_backward", None)
 HAS_FUSED = _FUSED is not None and _FUSED_BACKWARD is not None

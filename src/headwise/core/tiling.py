@@ -73,6 +73,11 @@ def sequences(queries: Sequence[int], keys: Sequence[int] | None = None, own: Ba
     return Sequences(tuple(queries), tuple(queries if keys is None else keys), own)
 
 
+def joined(masks: Sequence[Mask]) -> Mask | None:
+    """All of them at once, the opposite of `terms`; None: nothing is hidden."""
+    return functools.reduce(operator.and_, masks) if masks else None
+
+
 def as_band(mask: Mask | None) -> Band | None:
     """The mask as a stretch of keys for each query, if it says no more."""
     band = _ALL
@@ -89,7 +94,7 @@ def as_sequences(mask: Mask) -> Sequences | None:
     """The mask as sequences and the band in each, if it says no more."""
     rows = [term for term in terms(mask) if isinstance(term, Sequences)]
     others = [term for term in terms(mask) if not isinstance(term, Sequences)]
-    band = as_band(functools.reduce(operator.and_, others) if others else None)
+    band = as_band(joined(others))
     if len(rows) != 1 or band is None:
         return None
     [found] = rows
@@ -114,8 +119,9 @@ def with_flag(mask: Mask, size: Size) -> Mask:
             parts.append(term)
     if not found:
         return mask
-    first, *rest = parts if flag else [causal(), *parts]
-    return functools.reduce(operator.and_, rest, first)
+    whole = joined(parts if flag else [causal(), *parts])
+    assert whole is not None  # the flag at least
+    return whole
 
 
 def _says_causal(term: Given, size: Size, flag: bool) -> bool:
@@ -175,10 +181,9 @@ def find_tiling(mask: Mask | None, size: Size, pair: float, turn: float) -> Tili
             (low, high), (start, end) = tile.place[1:]
             moved = Rectangle(place.samples, (row + low, row + high), (column + start, column + end))
             tiles.append(tile._replace(place=moved))
-    joined = functools.reduce(operator.and_, rest) if rest else None
-    if joined is not None and not all(map(per_key, rest)):  # its tensor is made tile by tile: of a few MiB each
+    if not all(map(per_key, rest)):  # its tensor is made tile by tile: of a few MiB each
         tiles = [part for tile in tiles for part in _in_rows(tile, size.heads)]
-    return Tiling(tuple(tiles), joined, mask)
+    return Tiling(tuple(tiles), joined(rest), mask)
 
 
 _NUMBERS = 2**20  # of the mask of a tile
@@ -211,9 +216,8 @@ def _cut(queries: int, keys: int, band: Band, price: int) -> tuple[Tile, ...]:
         return (Tile(Rectangle((0, 1), (0, queries), (0, keys))),)
     if band == _FLAG:  # the kernel's own flag is quicker than what cuts would save
         return (Tile(Rectangle((0, 1), (0, queries), (0, min(queries, keys))), causal=True),)
-    rows = int(
-        2 ** min(10, max(6, round(math.log2(max(1, price)) / 2)))
-    )  # more queries see more keys that others do not
+    # more queries see more keys that others do not: what they cost grows as the square, and a tile costs the price
+    rows = int(2 ** min(10, max(6, round(math.log2(max(1, price)) / 2))))
     if band.left is None:  # here each tile adds to the gradients of nearly all keys
         rows = max(2 * rows, min(keys // 16 // 64 * 64, 2 * _NUMBERS // keys))  # a tile's mask is some MiB
     starts = [*range(0, queries, rows), queries]
@@ -244,15 +248,22 @@ def _stretches(term: Mask, size: Size) -> list[tuple[Rectangle, Band]] | None:
     keep, score = term.keep(size), term.score(size)
     if keep is None or score is not None or keep.shape[1] != 1 or size.keys == 0 or size.batch == 0:
         return None
-    keep_BS = keep[:, 0, 0].expand(size.batch, size.keys)
-    starts, lengths = keep_BS.int().argmax(dim=1), keep_BS.sum(dim=1)
-    ahead_BS = torch.arange(size.keys, device=size.device) - starts[:, None]
-    if not torch.equal(keep_BS, (ahead_BS >= 0) & (ahead_BS < lengths[:, None])):
+    found = stretches(keep[:, 0, 0].expand(size.batch, size.keys))
+    if found is None:
         return None
-    pairs = zip(starts.tolist(), lengths.tolist(), strict=True)
+    pairs = zip(*(numbers.tolist() for numbers in found), strict=True)
     if len(keep) == 1:  # the same for all samples
         return [(Rectangle((0, size.batch), (0, size.queries), (s, s + n)), _ALL) for s, n in [next(pairs)]]
     return [(Rectangle((b, b + 1), (0, size.queries), (s, s + n)), _ALL) for b, (s, n) in enumerate(pairs)]
+
+
+def stretches(keep_BS: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Where what is kept of each sample begins and how long it is, (B,) each, if that lies side by side in all."""
+    lengths = keep_BS.sum(dim=1)
+    starts = keep_BS.int().argmax(dim=1) if keep_BS.shape[1] else lengths
+    ahead_BS = torch.arange(keep_BS.shape[1], device=keep_BS.device) - starts[:, None]
+    alike = torch.equal(keep_BS, (ahead_BS >= 0) & (ahead_BS < lengths[:, None]))
+    return (starts, lengths) if alike else None
 
 
 def _documents(term: Documents, size: Size) -> list[tuple[Rectangle, Band]] | None:

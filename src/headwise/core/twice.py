@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from headwise.core.lowering import version
+
 
 def teach(out: Tensor, call: tuple[Any, ...], plain: Callable[..., Tensor], view: Tensor | None = None) -> None:
     """Give the fused kernel the second derivative it lacks, at the cost of a hook when nobody asks for one.
@@ -64,7 +66,7 @@ def teach(out: Tensor, call: tuple[Any, ...], plain: Callable[..., Tensor], view
 def _versions(call: tuple[Any, ...]) -> list[int]:
     """How often the tensors of a call have been written to; the kernel saved some of them as copies."""
     tensors = (*call[:3], call[3].keep, call[3].bias)
-    return [0 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
+    return [version(tensor) for tensor in tensors]
 
 
 def _plain_gradients(
@@ -81,9 +83,16 @@ def _plain_gradients(
     aliases = [tensor.view_as(tensor) if tensor.dtype == dtype else tensor.to(dtype) for tensor in inputs]
     out = plain(*aliases, mask, scale)
     asked = [grad is not None for grad in grads[:3]]
-    wanted = [alias for alias, was in zip(aliases, asked, strict=True) if was]
-    again = iter(torch.autograd.grad(out, wanted, grad_out, create_graph=True) if wanted else ())
-    return (*(next(again) if was else None for was in asked), *grads[3:])
+    return (*partial(out, aliases, asked, grad_out, create_graph=True), *grads[3:])
+
+
+def partial(
+    out: Tensor, inputs: Sequence[Tensor | None], asked: Sequence[bool], grad_out: Tensor, *, create_graph: bool
+) -> list[Tensor | None]:
+    """The gradient of each input that is asked for, in the places of the inputs."""
+    wanted = [tensor for tensor, was in zip(inputs, asked, strict=True) if was and tensor is not None]
+    grads = iter(torch.autograd.grad(out, wanted, grad_out, create_graph=create_graph) if wanted else ())
+    return [next(grads) if was else None for was in asked]
 
 
 def private(owner: object, name: str, otherwise: object) -> Callable[..., Any]:

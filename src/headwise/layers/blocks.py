@@ -322,7 +322,48 @@ class DecoderBlock(DecoderParts):
         return CacheList([self_cache(f"{type(self).__name__}.make_cache", max_length, window), CrossCache()])
 
 
-class Encoder(nn.Module):
+class _Stack(nn.Module):
+    """What `Encoder` and `Decoder` have in common."""
+
+    def __init__(self, layers: Iterable[nn.Module], norm: nn.Module | None = None) -> None:
+        super().__init__()
+        self.layers = _blocks(type(self).__name__, layers)
+        self.norm = norm
+
+    def make_cache(self, max_length: int | None = None, *, window: int | None = None) -> CacheList:
+        """The caches for decoding, empty, one for each block, which is asked for it.
+
+        Args:
+            max_length: positions there is room for, prompt and padding included.
+            window: positions that each position sees, its own included, of any number of positions.
+
+        Raises:
+            ValueError: both or none are given, or one below 1, or a block has no `make_cache`.
+
+        Example:
+            >>> import torch
+            >>> from headwise import Decoder, DecoderBlock
+            >>> model = Decoder([DecoderBlock(64, 4) for _ in range(2)])
+            >>> memory = torch.randn(2, 7, 64)
+            >>> cache = model.make_cache(max_length=16)
+            >>> with torch.no_grad():
+            ...     for token in torch.randn(2, 3, 64).split(1, dim=1):
+            ...         out = model(token, memory, is_causal=True, cache=cache)
+            ...     cache.reorder([1, 1])
+            >>> out.shape, cache.length
+            (torch.Size([2, 1, 64]), 3)
+        """
+        name, caches = type(self).__name__, []
+        for layer in self.layers:
+            make = getattr(layer, "make_cache", None)
+            if make is None:
+                rule = "have make_cache, as headwise's blocks have, or CacheList be made by hand"
+                raise invalid(f"{name}.make_cache", "layers", rule, type(layer).__name__)
+            caches.append(make(max_length, window=window))
+        return CacheList(caches)
+
+
+class Encoder(_Stack):
     """A stack of encoder blocks and, if given, a last norm.
 
     Args:
@@ -340,11 +381,6 @@ class Encoder(nn.Module):
         >>> encoder(torch.randn(2, 5, 64)).shape
         torch.Size([2, 5, 64])
     """
-
-    def __init__(self, layers: Iterable[nn.Module], norm: nn.Module | None = None) -> None:
-        super().__init__()
-        self.layers = _blocks("Encoder", layers)
-        self.norm = norm
 
     def forward(
         self,
@@ -397,32 +433,8 @@ class Encoder(nn.Module):
         x = close_stack(x, packing, self.norm, query_padding_mask)
         return (x, weights) if need_weights else x
 
-    def make_cache(self, max_length: int | None = None, *, window: int | None = None) -> CacheList:
-        """The caches for decoding, empty, one for each block, which is asked for it.
 
-        Args:
-            max_length: positions there is room for, prompt and padding included.
-            window: positions that each position sees, its own included, of any number of positions.
-
-        Raises:
-            ValueError: both or none are given, or one below 1, or a block has no `make_cache`.
-
-        Example:
-            >>> import torch
-            >>> from headwise import Encoder, EncoderBlock
-            >>> model = Encoder([EncoderBlock(64, 4) for _ in range(2)])
-            >>> cache = model.make_cache(max_length=16)
-            >>> with torch.no_grad():
-            ...     for token in torch.randn(2, 3, 64).split(1, dim=1):
-            ...         out = model(token, is_causal=True, cache=cache)
-            ...     cache.reorder([1, 1])
-            >>> out.shape, cache.length
-            (torch.Size([2, 1, 64]), 3)
-        """
-        return _stack_cache(self, max_length, window)
-
-
-class Decoder(nn.Module):
+class Decoder(_Stack):
     """A stack of decoder blocks and, if given, a last norm.
 
     Args:
@@ -440,11 +452,6 @@ class Decoder(nn.Module):
         >>> decoder(torch.randn(2, 5, 64), torch.randn(2, 7, 64), is_causal=True).shape
         torch.Size([2, 5, 64])
     """
-
-    def __init__(self, layers: Iterable[nn.Module], norm: nn.Module | None = None) -> None:
-        super().__init__()
-        self.layers = _blocks("Decoder", layers)
-        self.norm = norm
 
     def forward(
         self,
@@ -510,31 +517,6 @@ class Decoder(nn.Module):
         x = close_stack(x, packing, self.norm, query_padding_mask)
         return (x, weights) if need_weights else x
 
-    def make_cache(self, max_length: int | None = None, *, window: int | None = None) -> CacheList:
-        """The caches for decoding, empty, one for each block, which is asked for it.
-
-        Args:
-            max_length: positions there is room for, prompt and padding included.
-            window: positions that each position sees, its own included, of any number of positions.
-
-        Raises:
-            ValueError: both or none are given, or one below 1, or a block has no `make_cache`.
-
-        Example:
-            >>> import torch
-            >>> from headwise import Decoder, DecoderBlock
-            >>> model = Decoder([DecoderBlock(64, 4) for _ in range(2)])
-            >>> memory = torch.randn(2, 7, 64)
-            >>> cache = model.make_cache(max_length=16)
-            >>> with torch.no_grad():
-            ...     for token in torch.randn(2, 3, 64).split(1, dim=1):
-            ...         out = model(token, memory, is_causal=True, cache=cache)
-            ...     cache.reorder([1, 1])
-            >>> out.shape, cache.length
-            (torch.Size([2, 1, 64]), 3)
-        """
-        return _stack_cache(self, max_length, window)
-
 
 def _call(
     given: tuple[Tensor, ...], words: dict[str, Any], caches: Iterator[dict[str, Any]], block: nn.Module, x: Tensor
@@ -546,22 +528,6 @@ def _call(
 def _each(name: str, cache: CacheList | None, number: int) -> Iterator[dict[str, Any]]:
     """For each block of a stack, what its call says of its cache."""
     return iter([{}] * number if cache is None else [{"cache": one} for one in _parts_of(name, cache, number)])
-
-
-def _stack_cache(stack: Encoder | Decoder, max_length: int | None, window: int | None) -> CacheList:
-    """The caches that the blocks of a stack make.
-
-    Raises:
-        ValueError: a block does not know how.
-    """
-    name, caches = type(stack).__name__, []
-    for layer in stack.layers:
-        make = getattr(layer, "make_cache", None)
-        if make is None:
-            rule = "have make_cache, as headwise's blocks have, or CacheList be made by hand"
-            raise invalid(f"{name}.make_cache", "layers", rule, type(layer).__name__)
-        caches.append(make(max_length, window=window))
-    return CacheList(caches)
 
 
 def _parts_of(name: str, cache: object, count: int) -> CacheList:

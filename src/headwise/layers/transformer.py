@@ -479,11 +479,11 @@ class TransformerDecoder(nn.Module):
             "tgt_is_causal": bool(tgt_is_causal),
             "memory_is_causal": memory_is_causal,
         }
-        rows = None if need_weights else query_padding_mask
-        asked = _words(tgt_mask, tgt_key_padding_mask, bool(tgt_is_causal), None)
-        cross = _words(memory_mask, memory_key_padding_mask, memory_is_causal, None)
-        packing = find_stack_packing(TransformerDecoderLayer, self.layers, x, rows, asked, memory, cross)
-        rows = query_padding_mask
+        packing, rows = None, query_padding_mask
+        if rows is not None and not need_weights:
+            own = _words(tgt_mask, tgt_key_padding_mask, bool(tgt_is_causal), None)
+            cross = _words(memory_mask, memory_key_padding_mask, memory_is_causal, None)
+            packing = find_stack_packing(TransformerDecoderLayer, self.layers, x, rows, own, memory, cross)
         if packing is not None and packing.cross is not None:
             words = {"tgt_mask": packing.own.mask, "memory_mask": packing.cross.mask}
             x, memory, rows = packing.pack(x), packing.cross.keys.pack(memory), None

@@ -8,24 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.packed import count_products, filled, hidden, set_price, without_packing
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.nn.utils import parametrize
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 from headwise import MultiheadAttention, masks
-from headwise.core import functional, packing, reference
+from headwise.core import packing, reference
 from headwise.core.lowering import Band
 from headwise.core.packing import Packing, find_packed, pack_both, pack_real
 
 B, L, S, D, H = 3, 7, 5, 10, 2
 TOL = {"rtol": 1e-10, "atol": 1e-11}  # float64
-
-
-def hidden(*rows: str) -> Tensor:
-    """`#` is real, `.` is padding."""
-    return torch.tensor([[place == "." for place in row] for row in rows])
 
 
 ROWS: dict[str, Tensor | None] = {
@@ -56,12 +51,6 @@ MODULES: dict[str, dict[str, Any]] = {
 }
 
 
-def set_price(patch: pytest.MonkeyPatch, price: float, names: tuple[str, ...] = ("TURN", "TURN_GRAD")) -> None:
-    for name in names:
-        for module in (packing, functional):
-            patch.setattr(module, name, price)
-
-
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small calls take the paths of large ones."""
@@ -71,37 +60,17 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many positions each `functional.linear` was given: query, key, value, output; less where they are fused."""
-    counts: list[int] = []
-    original = F.linear
-
-    def linear(x: Tensor, *rest: Any) -> Tensor:
-        counts.append(x.shape[:-1].numel())
-        return original(x, *rest)
-
-    monkeypatch.setattr(F, "linear", linear)
-    return counts
+    return count_products(monkeypatch)
 
 
 @pytest.fixture
 def padded(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Calls something as if packing did not exist."""
-
-    def call(function: Callable[..., Any], *arguments: Any) -> Any:
-        with monkeypatch.context() as patch:
-            set_price(patch, 1e30)
-            return function(*arguments)
-
-    return call
+    return without_packing(monkeypatch)
 
 
 def attention(**options: Any) -> MultiheadAttention:
     """No parameter 0, and the same ones each time."""
-    module = MultiheadAttention(D, H, **{"batch_first": True, "dtype": torch.float64, **options})
-    generator = torch.Generator().manual_seed(6)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(0.4 * torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator))
-    return module
+    return filled(MultiheadAttention(D, H, **{"batch_first": True, "dtype": torch.float64, **options}))
 
 
 def leaf(module: MultiheadAttention, padding: Tensor | None, length: int, width: int, poison: float) -> Tensor:

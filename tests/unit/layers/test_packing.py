@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.packed import count_products, filled, hidden, set_price, without_packing
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn import functional as F
 from torch.nn.utils import parametrize, prune
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,11 +25,6 @@ from headwise.layers import packing
 B, L, D, H, M = 3, 7, 10, 2, 11
 TOL = {"rtol": 1e-10, "atol": 1e-11}  # float64
 Block = Callable[..., nn.Module]
-
-
-def hidden(*rows: str) -> Tensor:
-    """`#` is real, `.` is padding."""
-    return torch.tensor([[place == "." for place in row] for row in rows])
 
 
 PATTERNS = {
@@ -72,13 +67,6 @@ every_block = pytest.mark.parametrize("kind", BLOCKS)
 every_pattern = pytest.mark.parametrize("pattern", PATTERNS)
 
 
-def set_price(patch: pytest.MonkeyPatch, price: float, names: tuple[str, ...] = ("TURN", "TURN_GRAD")) -> None:
-    """What a turn of the loop over sequences costs: for a block, for an attention with its projections, for scores."""
-    for name in names:
-        for module in (packing, core_packing, functional):
-            patch.setattr(module, name, price)
-
-
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small calls take the paths of large ones."""
@@ -88,15 +76,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many positions each `functional.linear` was given."""
-    counts: list[int] = []
-    original = F.linear
-
-    def linear(x: Tensor, *rest: Any) -> Tensor:
-        counts.append(x.shape[:-1].numel())
-        return original(x, *rest)
-
-    monkeypatch.setattr(F, "linear", linear)
-    return counts
+    return count_products(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -115,23 +95,7 @@ def packed_blocks(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
 
 @pytest.fixture
 def padded(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Calls something as if packing did not exist."""
-
-    def call(function: Callable[..., Any], *arguments: Any) -> Any:
-        with monkeypatch.context() as patch:
-            set_price(patch, 1e30)
-            return function(*arguments)
-
-    return call
-
-
-def filled(module: nn.Module) -> nn.Module:
-    """No parameter 0 or 1, and the same ones each time."""
-    generator = torch.Generator().manual_seed(6)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(0.4 * torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator))
-    return module
+    return without_packing(monkeypatch)
 
 
 def batch_first(module: nn.Module) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.unit.packed import filled, hidden, set_price, without_packing
 from torch import Tensor, nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
@@ -25,18 +26,12 @@ from headwise import (
     TransformerEncoderLayer,
     masks,
 )
-from headwise.core import functional
 from headwise.core import packing as core_packing
 from headwise.layers import packing
 
 B, L, S, D, M_DIM, H, M = 3, 7, 5, 10, 6, 2, 11
 TOL = {"rtol": 1e-10, "atol": 1e-11}  # float64
 F64 = {"dtype": torch.float64}
-
-
-def hidden(*rows: str) -> Tensor:
-    """`#` is real, `.` is padding."""
-    return torch.tensor([[place == "." for place in row] for row in rows])
 
 
 ROWS = {
@@ -92,12 +87,6 @@ every_stack = pytest.mark.parametrize("kind", STACKS)
 every_decoder = pytest.mark.parametrize("kind", DECODERS)
 
 
-def set_price(patch: pytest.MonkeyPatch, price: float) -> None:
-    for name in ("TURN", "TURN_GRAD"):
-        for module in (packing, core_packing, functional):
-            patch.setattr(module, name, price)
-
-
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small calls take the paths of large ones."""
@@ -106,14 +95,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def padded(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Calls something as if packing did not exist."""
-
-    def call(function: Callable[..., Any], *arguments: Any) -> Any:
-        with monkeypatch.context() as patch:
-            set_price(patch, 1e30)
-            return function(*arguments)
-
-    return call
+    return without_packing(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -137,15 +119,6 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[int, ...]]]:
     watch(TransformerEncoderLayer, "_encode", "block")
     watch(TransformerDecoderLayer, "_decode", "block")
     return events
-
-
-def filled(module: nn.Module) -> nn.Module:
-    """No parameter 0 or 1, and the same ones each time."""
-    generator = torch.Generator().manual_seed(6)
-    with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(0.4 * torch.randn(parameter.shape, dtype=parameter.dtype, generator=generator))
-    return module
 
 
 def batch_first(module: nn.Module) -> bool:
