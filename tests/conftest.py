@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -23,11 +24,13 @@ def pytest_configure() -> None:
 
 @pytest.fixture(autouse=True)
 def _torch_state() -> Iterator[None]:
-    """Seed torch, and put back what a test may have changed for the whole process."""
+    """Seed torch, and put back what a test may have changed for the whole process, compiled functions included."""
     dtype, threads, grad = torch.get_default_dtype(), torch.get_num_threads(), torch.is_grad_enabled()
     deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.manual_seed(0)
     yield
+    if "torch._dynamo" in sys.modules:  # loading it takes seconds
+        torch.compiler.reset()  # it recompiles a function for so many modules and no more, in the whole process
     torch.set_default_dtype(dtype)
     torch.set_grad_enabled(grad)
     # Only where they changed: setting them is slow, the second one loads torch's compiler.

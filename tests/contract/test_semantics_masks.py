@@ -400,7 +400,6 @@ def test_0_1_float_mask_in_eager_mode_on_cpu_only() -> None:
     """Nothing reads values under compile, vmap or fake tensors: no warning, and no error from trying."""
     module = make_module(Way(False, True, True, "averaged", "eager"))
     query, memory = inputs(L, S)
-    torch._dynamo.reset()
     compiled = torch.compile(lambda q, m, mask: module(q, m, m, attn_mask=mask)[0], backend="eager", fullgraph=True)
     compiled(query, memory, ZERO_ONE)
     torch.func.vmap(lambda mask: module(query, memory, memory, attn_mask=mask))(torch.stack([ZERO_ONE, ZERO_ONE]))

@@ -520,13 +520,6 @@ def test_33_the_new_onnx_exporter():
             same(program(*tensors)[0], evaluated(theirs, *tensors), 1e-4)
 
 
-@pytest.fixture
-def _fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def graphs(model, call, fullgraph=True):
     """How many graphs four lengths take, the outputs compared with eager ones."""
     torch._dynamo.reset()
@@ -540,7 +533,6 @@ def graphs(model, call, fullgraph=True):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_fresh_dynamo")
 @pytest.mark.parametrize("kind", ["encoder", "decoder"])
 def test_34_compile_of_a_stack_with_a_mask(kind):
     """p#134616: torch reads the mask's values, so there is no whole graph, and by default no graph at all."""
@@ -562,7 +554,6 @@ def test_34_compile_of_a_stack_with_a_mask(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_fresh_dynamo")
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin:UserWarning")
 def test_34_compile_of_a_stack_with_padding():
     """With mask_check=False torch's stack nests without looking, which cannot be compiled."""
@@ -578,7 +569,6 @@ def test_34_compile_of_a_stack_with_padding():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_fresh_dynamo")
 def test_34_compile_of_a_stack_with_checked_padding():
     """PR p#163773 mended the default: it compiles. Compiled, torch computes the padding that is 0 in eager mode."""
     theirs = stack().eval()
@@ -593,7 +583,6 @@ def test_34_compile_of_a_stack_with_checked_padding():
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("_fresh_dynamo")
 @pytest.mark.parametrize("own", [True, False], ids=["self", "cross"])
 def test_34_compile_of_attention(own):
     """Here both give a whole graph, for the first length and for all others."""

@@ -1364,15 +1364,7 @@ def test_torch_raises_where_we_do():
 # --- torch.compile, torch.export, torch.func --------------------------------------------------------------------------
 
 
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 @pytest.mark.slow
-@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize(
     ("kind", "norm_first", "training"),
     [
@@ -1405,7 +1397,6 @@ def test_compile(kind, norm_first, training):
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("strict", [False, True])
 @norms
 def test_export(norm_first, strict):

@@ -541,7 +541,7 @@ def blocks(rank: int, kind: str) -> None:
         hidden = torch.arange(600) >= torch.tensor([20, 600])[:, None]
         given = {"key_padding_mask": hidden, "query_padding_mask": hidden}
         with torch.no_grad():
-            assert find_packing(model.eval(), x, hidden, {"key_padding_mask": hidden}, True) is not None
+            assert find_packing([model.eval()], x, hidden, {"key_padding_mask": hidden}) is not None
 
     def results() -> dict[str, Any]:
         found = {}

@@ -31,13 +31,6 @@ OBLONG = {"MultiheadAttention": "attn_mask", "TransformerDecoder": "memory_mask"
 each_masked = pytest.mark.parametrize("subject", [SUBJECTS[name] for name in SQUARE], ids=list(SQUARE))
 
 
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def hidden(queries, keys):
     """(queries, keys) bool, True = may not attend: the future and every fifth pair, never all of a row."""
     pairs = torch.arange(queries)[:, None] * 3 + torch.arange(keys)

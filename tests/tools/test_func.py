@@ -265,7 +265,7 @@ def test_what_double_backward_costs_when_unused(side, say, monkeypatch):
     module = MultiheadAttention(width, 4, batch_first=True, fused_qkv=side == "fused")
     x = torch.randn(1, length, width, requires_grad=True)
     leaves = [x, *module.parameters()]
-    taught, calls = backends._teach_double_backward, 10
+    taught, calls = backends.teach, 10
 
     def forward():
         return module(x, x, x, need_weights=False)[0]
@@ -275,7 +275,7 @@ def test_what_double_backward_costs_when_unused(side, say, monkeypatch):
 
     found = {}
     for name, teach in (("with", taught), ("without", lambda *_: None)):
-        monkeypatch.setattr(backends, "_teach_double_backward", teach)
+        monkeypatch.setattr(backends, "teach", teach)
         found[name] = forward(), *both()
     for one, other in zip(found["with"], found["without"], strict=True):
         assert torch.equal(one, other)
@@ -284,7 +284,7 @@ def test_what_double_backward_costs_when_unused(side, say, monkeypatch):
         best = {"with": float("inf"), "without": float("inf")}
         for _ in range(100):
             for name, teach in (("with", taught), ("without", lambda *_: None)):
-                monkeypatch.setattr(backends, "_teach_double_backward", teach)
+                monkeypatch.setattr(backends, "teach", teach)
                 begun = time.process_time()  # not wall time: machines are shared
                 for _ in range(calls):
                     step()

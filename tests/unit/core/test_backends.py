@@ -100,14 +100,12 @@ def test_eager() -> None:
     torch.func.vmap(note)(torch.ones(2, 2))
     torch.func.functionalize(note)(torch.ones(2))
     assert seen == [True, False, False]
-    torch._dynamo.reset()
     compiled = torch.compile(lambda x: x + 1 if eager() else x - 1, backend="eager", fullgraph=True)
     assert torch.equal(compiled(torch.zeros(2)), torch.full((2,), -1.0))
 
 
 def test_a_compiled_call_has_one_path_for_all_sizes() -> None:
     """Inside a graph no size is compared: what eager mode would run plainly runs as SDPA."""
-    torch._dynamo.reset()
     graphs: list[torch.fx.GraphModule] = []
 
     def keep(graph: torch.fx.GraphModule, _: object) -> Any:

@@ -474,7 +474,6 @@ def test_compiled_steps_are_not_compiled_for_each_length(make: Callable[[], Cach
     mha, x, cache = module(), torch.randn(B, 30, D, dtype=torch.float64), make()
     padding = torch.zeros(B, 30, dtype=torch.bool)
     padding[1, :3] = padded
-    torch._dynamo.reset()
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def step(token: Tensor, cache: Cache) -> Tensor:
@@ -492,7 +491,6 @@ def test_compiled_steps_are_not_compiled_for_each_length(make: Callable[[], Cach
 @pytest.mark.slow
 def test_compiled_overflow_is_never_silent() -> None:
     mha, x, cache = module(), inputs(), StaticCache(4)
-    torch._dynamo.reset()
     step = torch.compile(lambda x: mha(x, x, x, need_weights=False, cache=cache)[0], backend="eager")
     for token in x[:, :4].split(1, 1):
         step(token)
@@ -506,7 +504,6 @@ def test_compiled_from_the_first_call_on() -> None:
     mha, x, cache, cross = module(), inputs(), StaticCache(L), CrossCache()
     memory = torch.randn(B, 7, D, dtype=torch.float64)
     other = module()
-    torch._dynamo.reset()
 
     @torch.compile(fullgraph=True, backend="aot_eager")
     def step(some: Tensor) -> Tensor:

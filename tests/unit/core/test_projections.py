@@ -229,7 +229,6 @@ def test_a_hook_added_after_compiling_fires(fused: bool, name: str) -> None:
         getattr(module, name).register_forward_hook(lambda _, args, out: 2 * out)
         times(2, name)(weights)
         torch.testing.assert_close(compiled(*call)[0].double(), by_hand(module, weights, call), rtol=1e-4, atol=2e-5)
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("owner", [nn.Linear, nn.Module])

@@ -6,8 +6,7 @@ import copy
 import io
 import pickle
 import re
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,13 +26,6 @@ PADDING = torch.tensor([[False] * 5 + [True] * 2, [False, False, True, False, Tr
 PRE_POST = pytest.mark.parametrize("norm_first", [True, False], ids=["pre-norm", "post-norm"])
 TRAINING = pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 AVERAGE = pytest.mark.parametrize("average", [True, False], ids=["averaged", "per head"])
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    yield
-    if "torch._dynamo" in sys.modules:  # loading it takes seconds
-        torch._dynamo.reset()
 
 
 def fill(module: nn.Module, seed: int = 1) -> Any:

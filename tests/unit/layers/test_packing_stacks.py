@@ -570,7 +570,6 @@ def test_vmap_and_compiled_calls_are_padded(kind: str, log: list[Any], monkeypat
         return run.module(*given, **run.words)
 
     assert_close(torch.func.vmap(call)(*[torch.stack([x, x]) for x in inputs])[1], want, **TOL)
-    torch._dynamo.reset()
     assert_close(torch.compile(call, backend="eager", fullgraph=True)(*inputs), want, **TOL)
     assert not packs
 

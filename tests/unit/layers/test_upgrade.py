@@ -8,7 +8,6 @@ import gc
 import io
 import logging
 import pickle
-import sys
 import warnings
 import weakref
 
@@ -48,13 +47,6 @@ PAIRS = {
     nn.TransformerDecoder: transformer.TransformerDecoder,
     nn.Transformer: transformer.Transformer,
 }
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo():
-    yield
-    if "torch._dynamo" in sys.modules:  # loading it takes seconds
-        torch._dynamo.reset()
 
 
 # --- what becomes what ---

@@ -9,8 +9,6 @@ import json
 import math
 import pickle
 import re
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,13 +30,6 @@ VARIANT = pytest.mark.parametrize(("pooling", "norm_first"), [("mean", True), ("
 STRIDES = [(1, 1), (1, 2), (1, 5), (2, 2), (2, 3), (3, 3), (3, 4), (3, 7), (4, 5), (4, 6), (5, 5), (5, 8)]
 STRIDE = pytest.mark.parametrize(("stride", "kernel_size"), STRIDES)
 LENGTHS = (13, 1, 2, 5, 7, 11, 10)
-
-
-@pytest.fixture(autouse=True)
-def _fresh_dynamo() -> Iterator[None]:
-    yield
-    if "torch._dynamo" in sys.modules:  # loading it takes seconds
-        torch._dynamo.reset()
 
 
 def fill(model: nn.Module, seed: int = 1) -> Any:
