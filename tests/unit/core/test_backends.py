@@ -417,6 +417,26 @@ def test_averages_in_blocks(groups: int, block: int, monkeypatch: pytest.MonkeyP
             assert_close(average, want_weights.mean(dim=1), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("queries", "values"), [(1.0, 1.0), (300.0, 1.0), (1e30, 1.0), (math.nan, 1.0), (1.0, 1e36), (1.0, math.nan)]
+)
+def test_averages_of_large_scores_and_values(
+    queries: float, values: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A maximum is taken off wherever an exponential could overflow, by itself or times a value."""
+    monkeypatch.setattr(backends, "_FEW_WEIGHTS", 0)
+    query, key, value = (torch.randn(B, H, n, K, dtype=dtype) for n in (L, S, S))
+    query[0, 1, 2] *= queries
+    value[:, :, 1] *= values
+    made = prepare(query, key, value, masks.causal())
+    assert backends._are_small(made) == (queries == values == 1)
+    out, average = PLAIN.run_with_average(made)
+    want, weights = PLAIN.run_with_weights(made)
+    assert_close(out, want, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert_close(average, weights.mean(dim=1), rtol=1e-5, atol=1e-6, equal_nan=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize(("batch", "queries", "keys"), [(0, L, S), (B, 0, S), (B, L, 0), (B, 0, 0)])
 def test_averages_of_nothing(batch: int, queries: int, keys: int, dtype: torch.dtype) -> None:
