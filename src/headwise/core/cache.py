@@ -416,7 +416,7 @@ class CacheList:
     """
 
     def __init__(self, caches: Iterable[Cache | CacheList]) -> None:
-        self._caches = tuple(caches)
+        self._caches = tuple(caches) if isinstance(caches, Iterable) else (caches,)
         if not self._caches or not all(isinstance(cache, (Cache, CacheList)) for cache in self._caches):
             kinds = ", ".join(type(cache).__name__ for cache in self._caches) or "none"
             raise invalid("CacheList", "caches", "be caches, at least one", kinds)

@@ -8,6 +8,7 @@ for it, `gated` after it. They are asked only where `module.extended` says so.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
@@ -114,7 +115,7 @@ def _positions(asked: object, num_heads: int, head_dim: int) -> nn.Module:
         asked = Rotary()
     elif asked == "alibi":
         asked = Alibi(num_heads)
-    if not isinstance(asked, nn.Module):
+    if not isinstance(asked, nn.Module) or not _takes_two(asked.forward):
         rule = "be 'rotary', 'alibi', a Rotary or an Alibi of headwise.core.positions, or a module called like Rotary"
         raise invalid(_NAME, "positions", rule, repr(asked))
     if isinstance(asked, Rotary):
@@ -122,6 +123,16 @@ def _positions(asked: object, num_heads: int, head_dim: int) -> nn.Module:
     if isinstance(asked, Alibi) and asked.num_heads != num_heads:
         raise invalid(_NAME, "positions", f"be an Alibi of num_heads {num_heads}", asked.num_heads)
     return asked
+
+
+def _takes_two(call: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(call).bind(None, None)
+    except TypeError:
+        return False
+    except ValueError:  # it has no signature to read
+        return True
+    return True
 
 
 def reset(module: ProjectedAttention) -> None:

@@ -166,7 +166,7 @@ class Alibi(nn.Module):
         dtype: of that Parameter. None: torch's default.
 
     Raises:
-        ValueError: H below 1, `learned` not a bool.
+        ValueError: H below 1, `learned` not a bool, a dtype that is not of real floating-point numbers.
 
     In the paper, whose models are causal, the key never comes after the query; both sides fall alike here, so that
     encoders can use it.
@@ -187,6 +187,8 @@ class Alibi(nn.Module):
         self.num_heads = positive("Alibi", "num_heads", num_heads)
         if not isinstance(learned, bool):
             raise invalid("Alibi", "learned", "be True or False", repr(learned))
+        if dtype is not None:
+            _check_slopes("Alibi", self.num_heads, dtype)
         made = nn.Parameter(torch.empty(self.num_heads, device=device, dtype=dtype)) if learned else None
         self.register_parameter("slopes", made)
         self.reset_parameters()
@@ -229,12 +231,16 @@ def alibi_slopes(
         (H,): 2^(-8h / H), h = 1 .. H, for a power of two. Otherwise those of the power of two below H, followed by
         every second one of twice that power, as the authors' code has it.
 
+    Raises:
+        ValueError: H below 1, or a dtype in which the slopes would be whole numbers.
+
     Source: arXiv 2108.12409 section 3; its code, `get_slopes`.
 
     Example:
         >>> alibi_slopes(8)[:3]
         tensor([0.5000, 0.2500, 0.1250])
     """
+    _check_slopes("alibi_slopes", num_heads, dtype)
     power = 1 << (num_heads.bit_length() - 1)
     wide: Any = torch.float64 if dtype == torch.float64 else torch.float32
     head = torch.arange(1, power + 1, dtype=wide, device=device)
@@ -243,6 +249,12 @@ def alibi_slopes(
         between = torch.exp2((head[: num_heads - power] * 2 - 1) * (-4.0 / power))
         slopes = torch.cat([slopes, between])
     return slopes.to(dtype)
+
+
+def _check_slopes(function: str, num_heads: int, dtype: object) -> None:
+    positive(function, "num_heads", num_heads)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise invalid(function, "dtype", "be one of floating-point numbers, as torch.float32", repr(dtype))
 
 
 def _places(positions: int | Tensor, batch: int, length: int, device: torch.device) -> Tensor:

@@ -435,6 +435,8 @@ def test_misuse_says_so() -> None:
         CacheList([])
     with pytest.raises(ValueError, match="caches must be caches, at least one; got StaticCache, int"):
         CacheList([StaticCache(1), 1])
+    with pytest.raises(ValueError, match="caches must be caches, at least one; got NoneType"):
+        CacheList(None)
 
 
 def test_a_tensor_mask_of_the_new_keys_alone_is_refused() -> None:

@@ -478,7 +478,7 @@ def test_plans_of_tensor_parallelism() -> None:
         tp_plan(made("rms"))
     tp_plan(MultiheadAttention(D, H, qk_norm=lambda width: nn.RMSNorm(width, elementwise_affine=False)))
     with pytest.raises(ValueError, match="positions must be a Rotary or an Alibi"):
-        tp_plan(MultiheadAttention(D, H, positions=nn.Identity()))
+        tp_plan(MultiheadAttention(D, H, positions=type("Turned", (Rotary,), {})()))
 
 
 def test_own_modules() -> None:
@@ -517,6 +517,7 @@ def _no_module(width: int) -> None:
         ({"head_dim": 5, "positions": "rotary"}, r"turned must be even.*5 of head_dim 5"),
         ({"positions": "sinusoid"}, r"positions must be 'rotary', 'alibi'"),
         ({"positions": True}, r"positions must be 'rotary', 'alibi'"),
+        ({"positions": nn.Identity()}, r"positions must be .* or a module called like Rotary; got Identity\(\)"),
         ({"positions": Alibi(4)}, r"positions must be an Alibi of num_heads 6; got 4"),
         ({"qk_norm": "batchnorm"}, r"qk_norm must be True, False, 'rmsnorm'"),
         ({"qk_norm": nn.RMSNorm(4)}, r"qk_norm must be True, False, 'rmsnorm'.*a callable"),

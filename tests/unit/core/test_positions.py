@@ -261,6 +261,13 @@ def test_alibi_refuses_other_heads() -> None:
             Alibi(wrong)
     with pytest.raises(ValueError, match="learned must be True or False"):
         Alibi(3, learned=1)
+    for learned in (False, True):
+        with pytest.raises(ValueError, match=r"Alibi: dtype must be one of floating-point numbers.*got torch.int64"):
+            Alibi(3, learned, dtype=torch.int64)
+    with pytest.raises(ValueError, match="alibi_slopes: dtype must be one of floating-point numbers"):
+        alibi_slopes(3, torch.int32)
+    with pytest.raises(ValueError, match="alibi_slopes: num_heads must be"):
+        alibi_slopes(0)
 
 
 def test_learned_slopes_begin_at_the_fixed_ones() -> None:
