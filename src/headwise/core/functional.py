@@ -29,7 +29,7 @@ from headwise.core.backends import (
     softmax_scores,
 )
 from headwise.core.lowering import NOTHING_HIDDEN, Lowered, Rectangle, Size, Tiling, flagged_pairs
-from headwise.core.tiling import Sequences, as_sequences, find_tiling, with_flag
+from headwise.core.tiling import Sequences, as_sequences, find_tiling, tiles_each_sample, with_flag
 from headwise.core.varlen import VARLEN, takes, takes_rows
 
 __all__ = ["Explanation", "TopWeights", "attention", "attention_weights", "explain", "top_attention_weights"]
@@ -445,12 +445,16 @@ def _tiling(request: Request, mask: Mask | None, size: Size, pair: int, *, asked
     if request.drop is not None or learned(mask) is None:
         return None
     turn = cost_of_turn(*request[:3], request.dropout)
-    tiling = find_tiling(mask, size, pair, max(turn, 1.0))
-    if asked:
-        return tiling
     pairs = size.batch * size.queries * size.keys
-    if request.dropout > 0 or request.softcap is not None or request.sink is not None or learned(mask):
-        return tiling if size.heads * pairs >= _WORTH_A_TILE else None  # else all scores, in memory
+    blockwise = request.dropout > 0 or request.softcap is not None or request.sink is not None or bool(learned(mask))
+    if not asked:  # first what can be told without reading lengths
+        if blockwise and size.heads * pairs < _WORTH_A_TILE:
+            return None  # all scores, in memory
+        if not blockwise and pair * pairs < turn * (size.batch if tiles_each_sample(mask) else 1):
+            return None
+    tiling = find_tiling(mask, size, pair, max(turn, 1.0))
+    if asked or blockwise:
+        return tiling
     if mask is not None and any(map(is_flag, terms(mask))):
         pairs = size.batch * flagged_pairs(size.queries, size.keys)
     saved = pairs - sum(tile.pairs for tile in tiling.tiles)

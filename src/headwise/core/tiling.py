@@ -186,6 +186,12 @@ def find_tiling(mask: Mask | None, size: Size, pair: float, turn: float) -> Tili
     return Tiling(tuple(tiles), joined(rest), mask)
 
 
+def tiles_each_sample(mask: Mask | None) -> bool:
+    """Whether `find_tiling` would find a tile or more for each sample that sees a key. Reads no numbers."""
+    others = [term for term in ([] if mask is None else terms(mask)) if not is_flag(term)]
+    return any(term.extent[0] > 1 for term in others) and all(term.band() is None for term in others)
+
+
 _NUMBERS = 2**20  # of the mask of a tile
 _ROWS = 64  # that a tile has at least
 

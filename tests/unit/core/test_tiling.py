@@ -916,6 +916,17 @@ def test_full_lengths_are_not_worth_a_loop_and_short_calls_are_not_read(monkeypa
     attention(short, short, short, mask=masks.dense(tril(8, 8)))
 
 
+def test_many_short_samples_are_not_read_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lengths cut each sample for itself; a band cuts all of them at once."""
+    x, lengths = torch.randn(64, 8, 128, 2), torch.arange(64) + 1
+    assert explain(x, x, x, mask=masks.padding(lengths)).refused["tiled"]
+    assert explain(x, x, x, mask=masks.window(0, 0)).backend == "tiled"
+    monkeypatch.setattr(functional, "find_tiling", lambda *_: pytest.fail("read"))
+    attention(x, x, x, mask=masks.padding(lengths))
+    attention(x, x, x, mask=masks.padding(lengths) & masks.causal())
+    attention(x[:1], x[:1], x[:1], mask=masks.padding(lengths[:1]), dropout=0.5)
+
+
 # --- where numbers cannot be read, or must not be ---------------------------------------------------------------------
 
 
