@@ -1,8 +1,8 @@
 """The rows of benchmarks/wasted.py on a CUDA device in bfloat16: `python -m benchmarks.gpu`.
 
 Correct first: each call is held to the baseline's in float64 on the same rounded numbers, at most twice as far off as
-the baseline in bfloat16, and a floor. Then interleaved ratios by the device's own clock, and headwise's part of the
-measured peak of a matrix product. `--device cpu --quick` runs the same code with tiny sizes by the wall clock: it shows
+the baseline in bfloat16, and a floor. Then interleaved ratios by the device's own clock, and headwise's FLOPs a
+second over those of a large matrix product. `--device cpu --quick` runs the same code with tiny sizes by the wall clock: it shows
 that the script runs, and claims nothing.
 """
 
@@ -21,7 +21,7 @@ import torch
 
 import headwise
 from benchmarks import peers, wasted
-from benchmarks.harness import Case, agree_in_low_precision, events, measure, product_peak, wall
+from benchmarks.harness import Case, Product, agree_in_low_precision, events, measure, wall
 from benchmarks.wasted import TINY, Setting
 
 Build = Callable[[Setting], Case]
@@ -55,9 +55,7 @@ def table(setting: Setting, rounds: int, repeats: int) -> Iterator[str]:
     """The lines of the table."""
     on_cpu = setting.device == "cpu"
     factory = {"device": setting.device, "dtype": setting.dtype}
-    peak = product_peak(256 if on_cpu else 8192, **factory)
-    yield f"Peak of a matrix product: {peak / 1e12:.3g} TFLOP/s."
-    yield ""
+    product = Product(256 if on_cpu else 8192, **factory)
     header = ("case", "ratio", "quartiles", "best call", "share", *COLUMNS)
     yield f"| {' | '.join(header)} |"
     yield "|" + "---|" * len(header)
@@ -67,7 +65,7 @@ def table(setting: Setting, rounds: int, repeats: int) -> Iterator[str]:
         if case.same is None:
             exact = seeded(build, exact_setting)
             case.same = functools.partial(agree_in_low_precision, case, exact)
-        row = measure(case, rounds=rounds, repeats=repeats, peak=peak, clock=wall if on_cpu else events)
+        row = measure(case, rounds=rounds, repeats=repeats, product=product, clock=wall if on_cpu else events)
         cells = [row.name, f"{row.ratio:.2f}", f"{row.low:.2f} to {row.high:.2f}", row.best]
         cells += [f"{row.share:.2f}" if row.share else "", *(row.peers.get(name, "") for name in COLUMNS)]
         yield f"| {' | '.join(cells)} |"

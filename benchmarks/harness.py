@@ -38,9 +38,9 @@ class Case:
         name: in the table.
         ours: headwise's call.
         theirs: the baseline's. A string instead of a call says why there is none.
-        flops: of the call, or 0 where no share of the machine's peak is asked for.
+        flops: of the call, or 0 where its share of what the machine can do is not asked for.
         floor: the least ratio that is promised.
-        share: the least share of the machine's peak that is promised.
+        share: the least share that is promised: FLOPs a second, over those of a large matrix product.
         padding: (B, L), where outputs are not compared: torch's differ from one mode to the other there.
         peers: others that compute the same. A name before a colon is the peer, what follows one of its ways.
         same: how the calls are compared where they draw numbers; None: their outputs have to be equal.
@@ -82,7 +82,7 @@ class Row:
         if self.floor is not None and not self.ratio >= self.floor:
             lines.append(f"{group} {self.name}: {self.ratio:.2f} ({self.best}), floor {self.floor}")
         if self.least_share is not None and self.share < self.least_share:
-            lines.append(f"{group} {self.name}: {self.share:.2f} of the machine's peak, floor {self.least_share}")
+            lines.append(f"{group} {self.name}: {self.share:.2f} of a matrix product's speed, floor {self.least_share}")
         return lines
 
 
@@ -126,10 +126,23 @@ def times(calls: dict[str, Call], *, rounds: int, repeats: int, clock: Clock = w
     return seconds
 
 
-def measure(case: Case, *, rounds: int, repeats: int, peak: float, clock: Clock = wall) -> Row:
-    """Times of all calls of a case, as ratios; first they have to agree."""
+class Product:
+    """A matrix product of that size cubed, which is the most that a machine does with floats."""
+
+    def __init__(self, size: int = 2048, **factory: Any) -> None:
+        self.sides = torch.randn(2, size, size, **factory).unbind(0)
+        self.flops = 2.0 * size**3
+
+    def __call__(self) -> Tensor:
+        """The product."""
+        return self.sides[0] @ self.sides[1]
+
+
+def measure(case: Case, *, rounds: int, repeats: int, product: Product | None = None, clock: Clock = wall) -> Row:
+    """Times of all calls of a case, as ratios; first they have to agree. `product` beside them tells a share."""
     (case.same or (lambda: agree(case)))()
-    seconds = times(case.calls(), rounds=rounds, repeats=repeats, clock=clock)
+    beside = {"product": product} if product is not None and case.flops else {}
+    seconds = times({**case.calls(), **beside}, rounds=rounds, repeats=repeats, clock=clock)
     ours = seconds["headwise"]
 
     def ratios(name: str) -> list[float]:
@@ -147,7 +160,7 @@ def measure(case: Case, *, rounds: int, repeats: int, peak: float, clock: Clock 
             peers[peer] = f"{statistics.median(ratios(best)):.2f}" + (f" ({way})" if way else "")
         else:
             peers[peer] = str(case.peers[ways[0]])
-    share = case.flops / statistics.median(ours) / peak
+    share = case.flops / product.flops * statistics.median(ratios("product")) if product and beside else 0.0
     run = [name for name in case.theirs if name in seconds]
     best = fastest(run) if run else ", ".join(map(str, case.theirs.values()))
     found = ratios(best) if run else [math.nan]
@@ -213,14 +226,6 @@ def agree_in_low_precision(case: Case, exact: Case) -> None:
             floor = torch.finfo(parts(case.ours())[0].dtype).eps * float(true.abs().max())
             allowed = (2 if name == "headwise" else 4) * least + floor
             assert error <= allowed, f"{case.name}, {name}, part {index}: error {error:.2e}, allowed {allowed:.2e}"
-
-
-def product_peak(size: int = 2048, **factory: Any) -> float:
-    """FLOP/s of a matrix product of that size cubed, the best of several."""
-    a, b = torch.randn(2, size, size, **factory).unbind(0)
-    clock = events if a.is_cuda else wall
-    clock(lambda: a @ b, 1)
-    return float(2 * size**3 / min(clock(lambda: a @ b, 1) for _ in range(7)))
 
 
 def peak_bytes(call: Call) -> int:

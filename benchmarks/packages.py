@@ -236,7 +236,7 @@ def joined(output: Any) -> Tensor:
 
 def line(example: Example, rounds: int) -> str:
     """A row of the table."""
-    rows: list[Row] = [measure(case, rounds=rounds, repeats=1, peak=1.0) for case in cases(example)]
+    rows: list[Row] = [measure(case, rounds=rounds, repeats=1) for case in cases(example)]
     cells = " | ".join(f"{row.ratio:.2f} ({row.low:.2f} to {row.high:.2f})" for row in rows)
     return f"| {example.package} | {example.model} | {cells} |"
 

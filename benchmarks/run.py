@@ -18,7 +18,7 @@ import torch
 
 from benchmarks import peers, wasted
 from benchmarks.cases import LARGE, LAYERS, MASKS, SHORT, SHORT_LAYER, classifier, large, layer, short
-from benchmarks.harness import Row, machine, measure, product_peak
+from benchmarks.harness import Product, Row, machine, measure
 
 # What the project promises of each group: every row's ratio, and the geometric mean of short calls.
 NEVER_BELOW = 0.97
@@ -55,7 +55,7 @@ def ratio_cells(row: Row) -> list[str]:
     return [row.name, f"{row.ratio:.2f}", f"{row.low:.2f} to {row.high:.2f}", str(row.floor)]
 
 
-def large_lines(peak: float, rounds: int) -> Iterator[Line]:
+def large_lines(product: Product, rounds: int) -> Iterator[Line]:
     """B=8, L=512, in both layouts."""
     for layout in ("split", "fused"):
         for mode in ("eval", "train"):
@@ -63,11 +63,11 @@ def large_lines(peak: float, rounds: int) -> Iterator[Line]:
                 case = large(mode, kind, fused=layout == "fused")
                 case.floor = FLOORS.get(case.name, NEVER_BELOW)
                 case.share = wasted.SHARE if kind == "none" else None
-                row = measure(case, rounds=rounds, repeats=1, peak=peak)
+                row = measure(case, rounds=rounds, repeats=1, product=product)
                 yield [layout, *ratio_cells(row), row.best, f"{row.share:.2f}"], row.below(layout)
 
 
-def layer_lines(peak: float, rounds: int) -> Iterator[Line]:
+def layer_lines(product: Product, rounds: int) -> Iterator[Line]:
     """torch's layers beside the same after `upgrade`."""
     for which, kinds in LAYERS.items():
         for mode in ("eval", "train"):
@@ -75,16 +75,16 @@ def layer_lines(peak: float, rounds: int) -> Iterator[Line]:
                 case = layer(mode, which, kind)
                 case.floor = LAYER_FLOORS.get((which, case.name), NEVER_BELOW)
                 turns = max(3, rounds // 3) if which == "six-layer encoder" else rounds
-                row = measure(case, rounds=turns, repeats=1, peak=peak)
+                row = measure(case, rounds=turns, repeats=1, product=product)
                 yield [which, *ratio_cells(row), f"{row.share:.2f}"], row.below(which)
     for mode in ("eval", "train"):
         for kind in LAYERS["encoder layer"]:
             case = layer(mode, "encoder layer", kind, SHORT_LAYER, fused=True)  # no floor: torch's is one fused call
-            row = measure(case, rounds=3 * rounds, repeats=5, peak=peak)
-            yield [f"short encoder layer {SHORT_LAYER}, fused", *ratio_cells(row), f"{row.share:.2f}"], []
+            row = measure(case, rounds=3 * rounds, repeats=5)
+            yield [f"short encoder layer {SHORT_LAYER}, fused", *ratio_cells(row), ""], []
 
 
-def short_lines(peak: float, rounds: int) -> Iterator[Line]:
+def short_lines(product: Product, rounds: int) -> Iterator[Line]:
     """The six short shapes, in both layouts."""
     for layout in ("fused", "split"):
         for mode in ("eval", "train"):
@@ -92,7 +92,7 @@ def short_lines(peak: float, rounds: int) -> Iterator[Line]:
             for shape in SHORT:
                 case = short(mode, shape, fused=layout == "fused")
                 repeats = max(3, min(50, int(2e7 / case.flops)))
-                rows.append(measure(case, rounds=3 * rounds, repeats=repeats, peak=peak))
+                rows.append(measure(case, rounds=3 * rounds, repeats=repeats))
             ratios = [row.ratio for row in rows]
             mean = statistics.geometric_mean(ratios)
             beside = [mean_cell([row.peers[name] for row in rows]) for name in SHORT_PEERS]
@@ -110,34 +110,34 @@ def mean_cell(cells: list[str]) -> str:
         return cells[0]
 
 
-def classifier_lines(peak: float, rounds: int) -> Iterator[Line]:
+def classifier_lines(product: Product, rounds: int) -> Iterator[Line]:
     """The demo's model beside itself on torch's attention: never slower."""
     for mode, floor in (("eval", NEVER_BELOW), ("train", 1.0)):
         case = classifier(mode)
         case.floor = floor
-        row = measure(case, rounds=3 * rounds, repeats=3, peak=peak)
+        row = measure(case, rounds=3 * rounds, repeats=3)
         yield ratio_cells(row), row.below("classifier")
 
 
-def wasted_lines(peak: float, rounds: int) -> Iterator[Line]:
+def wasted_lines(product: Product, rounds: int) -> Iterator[Line]:
     """What is not computed, beside those who compute it or leave it out too."""
     for case in wasted.table(wasted.Setting()):
         quick = case.name.startswith(("dense", "padded", "decoding"))  # the others' peers take seconds
         turns = rounds if quick else max(3, rounds // 2)
-        row = measure(case, rounds=turns, repeats=1, peak=peak)
+        row = measure(case, rounds=turns, repeats=1, product=product)
         cells = [row.peers.get(name, "") for name in COLUMNS]
         share = f"{row.share:.2f}" if row.share else ""
         yield [*ratio_cells(row), row.best, share, *cells], row.below("wasted")
 
 
-def growth_lines(peak: float, rounds: int) -> Iterator[Line]:
+def growth_lines(product: Product, rounds: int) -> Iterator[Line]:
     """A window's time as the row grows."""
     for length, seconds, grown in wasted.growth(wasted.Setting(), rounds):
         missed = [f"growth at {length}: {grown:.2f} times the length's, at most {GROWTH}"] if grown > GROWTH else []
         yield [f"{length:,}", f"{1000 * seconds:.1f} ms", f"{grown:.2f}", str(GROWTH)], missed
 
 
-def memory_lines(peak: float, rounds: int) -> Iterator[Line]:
+def memory_lines(product: Product, rounds: int) -> Iterator[Line]:
     """What a call that returns weights holds."""
     ours, theirs = wasted.memory(wasted.Setting())
     part = ours / theirs
@@ -149,7 +149,8 @@ TABLES = (
     Table(
         "large",
         f"B={B}, L={L}, D={D}, H={H}; train is forward and backward",
-        "`share` is headwise's part of the measured peak of a 2,048-cubed matrix product, counting every position; "
+        "`share` is headwise's FLOPs a second, counting every position, over those of a 2,048-cubed matrix product in "
+        "the same rounds; "
         f"without a mask it is to be {wasted.SHARE} or more.",
         ("layout", "case", "ratio", "quartiles", "floor", "torch's best call", "share"),
         large_lines,
@@ -206,7 +207,7 @@ TABLES = (
 
 def report(rounds: int, only: str | None) -> tuple[str, list[str]]:
     """The tables as Markdown, and what fell below its floor."""
-    peak = product_peak()
+    product = Product()
     how = (
         f"float32, {rounds} interleaved rounds a row, median (quartiles) of torch's time over headwise's; torch is at "
         "its best: fast path on, inference mode in eval, the quickest of its ways to make the call."
@@ -218,7 +219,7 @@ def report(rounds: int, only: str | None) -> tuple[str, list[str]]:
             continue
         lines += ["", f"## {table.title}", "", *([table.note, ""] if table.note else [])]
         lines += [f"| {' | '.join(table.columns)} |", "|" + "---|" * len(table.columns)]
-        for cells, below in table.lines(peak, rounds):
+        for cells, below in table.lines(product, rounds):
             lines.append(f"| {' | '.join(cells)} |")
             print(lines[-1], file=sys.stderr, flush=True)
             missed += below

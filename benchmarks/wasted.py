@@ -25,7 +25,7 @@ from benchmarks.harness import Call, Case, Clock, peak_bytes, times, wall
 from benchmarks.peers import Core
 from headwise import masks
 
-SHARE = 0.9  # of the peak of a matrix product that dense attention reaches, at least
+SHARE = 0.9  # of a matrix product's FLOPs a second that dense attention reaches, at least
 DRAWS = 8  # of dropout, to compare the mean and the variance
 
 

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from benchmarks import gpu, wasted
-from benchmarks.harness import Case, agree, agree_in_low_precision, measure, peak_bytes
+from benchmarks.harness import Case, Product, agree, agree_in_low_precision, measure, peak_bytes
 
 X = torch.linspace(-1, 1, 35).view(5, 7)
 
@@ -79,16 +79,28 @@ def test_low_precision_may_be_twice_as_far_off_as_the_baseline():
 
 
 def test_a_row_says_what_fell_below_its_floor_or_could_not_be_measured():
-    slow = measure(case(lambda: X + 0, floor=math.inf, share=math.inf), rounds=1, repeats=1, peak=1.0)
+    slow = measure(case(lambda: X + 0, floor=math.inf, share=math.inf), rounds=1, repeats=1, product=Product(8))
     assert [line.partition(":")[0] for line in slow.below("group")] == ["group row", "group row"]
-    absent = measure(case("not installed", floor=1.0), rounds=1, repeats=1, peak=1.0)
+    absent = measure(case("not installed", floor=1.0), rounds=1, repeats=1)
     assert absent.below("group") == ["group row: nan (not installed), floor 1.0"]
-    assert measure(case(lambda: X + 0, floor=0.0), rounds=1, repeats=1, peak=1.0).below("group") == []
+    assert measure(case(lambda: X + 0, floor=0.0), rounds=1, repeats=1).below("group") == []
+
+
+def test_a_share_is_of_a_product_in_the_same_rounds():
+    product = Product(8)
+
+    def clock(call, repeats):
+        return 3.0 if call is product else 2.0
+
+    rows = [Case("row", lambda: X + 0, {}, flops) for flops in (2 * 8**3, 0.0)]
+    assert [measure(row, rounds=3, repeats=1, product=product, clock=clock).share for row in rows] == [1.5, 0.0]
+    assert measure(rows[0], rounds=3, repeats=1, clock=clock).share == 0
+    torch.testing.assert_close(product(), product.sides[0] @ product.sides[1])
 
 
 def test_a_peer_has_one_cell_for_all_its_ways():
     ways = {"by hand: slow": lambda: sum([X + 0 for _ in range(2000)]) / 2000, "by hand: quick": lambda: X + 0}
-    row = measure(case(lambda: X + 0, peers={**ways, "other": "not installed"}), rounds=3, repeats=1, peak=1.0)
+    row = measure(case(lambda: X + 0, peers={**ways, "other": "not installed"}), rounds=3, repeats=1)
     assert row.peers["by hand"].endswith(" (quick)")
     assert row.peers["other"] == "not installed"
 
