@@ -1,9 +1,9 @@
 """The rows of benchmarks/wasted.py on a CUDA device in bfloat16: `python -m benchmarks.gpu`.
 
 Correct first: each call is held to the baseline's in float64 on the same rounded numbers, at most twice as far off as
-the baseline in bfloat16, and a floor. Then interleaved ratios by the device's own clock, and headwise's FLOPs a
-second over those of a large matrix product. `--device cpu --quick` runs the same code with tiny sizes by the wall clock: it shows
-that the script runs, and claims nothing.
+the baseline in bfloat16, and a floor. Then interleaved ratios by the device's own clock, and headwise's FLOPs a second
+over those of a large matrix product. `--device cpu --quick` runs the same code with tiny sizes by the wall clock: it
+shows that the script runs, and claims nothing.
 """
 
 from __future__ import annotations
