@@ -141,8 +141,10 @@ class Product:
 def measure(case: Case, *, rounds: int, repeats: int, product: Product | None = None, clock: Clock = wall) -> Row:
     """Times of all calls of a case, as ratios; first they have to agree. `product` beside them tells a share."""
     (case.same or (lambda: agree(case)))()
-    beside = {"product": product} if product is not None and case.flops else {}
-    seconds = times({**case.calls(), **beside}, rounds=rounds, repeats=repeats, clock=clock)
+    calls = case.calls()
+    if product is not None and case.flops:
+        calls["product"] = product
+    seconds = times(calls, rounds=rounds, repeats=repeats, clock=clock)
     ours = seconds["headwise"]
 
     def ratios(name: str) -> list[float]:
@@ -160,7 +162,7 @@ def measure(case: Case, *, rounds: int, repeats: int, product: Product | None = 
             peers[peer] = f"{statistics.median(ratios(best)):.2f}" + (f" ({way})" if way else "")
         else:
             peers[peer] = str(case.peers[ways[0]])
-    share = case.flops / product.flops * statistics.median(ratios("product")) if product and beside else 0.0
+    share = case.flops / product.flops * statistics.median(ratios("product")) if "product" in seconds else 0.0
     run = [name for name in case.theirs if name in seconds]
     best = fastest(run) if run else ", ".join(map(str, case.theirs.values()))
     found = ratios(best) if run else [math.nan]

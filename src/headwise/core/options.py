@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from headwise._checks import invalid, positive
+from headwise._checks import invalid, is_number, positive
 from headwise.core import layouts
 from headwise.core.algebra import Mask, appended
 from headwise.core.layouts import is_sharded
@@ -79,7 +79,7 @@ def build(
         if not isinstance(flag, bool):
             raise invalid(_NAME, name, "be True or False", repr(flag))
     if softcap is not None:
-        if isinstance(softcap, bool) or not isinstance(softcap, (int, float)) or not 0 < softcap < math.inf:
+        if not is_number(softcap) or not 0 < softcap < math.inf:
             raise invalid(_NAME, "softcap", "be a finite number greater than 0, or None", repr(softcap))
         module._softcap = float(softcap)
     if gate:

@@ -188,7 +188,7 @@ class Alibi(nn.Module):
         if not isinstance(learned, bool):
             raise invalid("Alibi", "learned", "be True or False", repr(learned))
         if dtype is not None:
-            _check_slopes("Alibi", self.num_heads, dtype)
+            _check_floating("Alibi", dtype)
         made = nn.Parameter(torch.empty(self.num_heads, device=device, dtype=dtype)) if learned else None
         self.register_parameter("slopes", made)
         self.reset_parameters()
@@ -240,7 +240,8 @@ def alibi_slopes(
         >>> alibi_slopes(8)[:3]
         tensor([0.5000, 0.2500, 0.1250])
     """
-    _check_slopes("alibi_slopes", num_heads, dtype)
+    positive("alibi_slopes", "num_heads", num_heads)
+    _check_floating("alibi_slopes", dtype)
     power = 1 << (num_heads.bit_length() - 1)
     wide: Any = torch.float64 if dtype == torch.float64 else torch.float32
     head = torch.arange(1, power + 1, dtype=wide, device=device)
@@ -251,8 +252,7 @@ def alibi_slopes(
     return slopes.to(dtype)
 
 
-def _check_slopes(function: str, num_heads: int, dtype: object) -> None:
-    positive(function, "num_heads", num_heads)
+def _check_floating(function: str, dtype: object) -> None:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise invalid(function, "dtype", "be one of floating-point numbers, as torch.float32", repr(dtype))
 
