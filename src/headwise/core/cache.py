@@ -531,9 +531,12 @@ def _and(left: Mask | None, right: Mask) -> Mask:
 
 
 def _indices(function: str, indices: Tensor | Sequence[int], held: Tensor) -> Tensor:
-    chosen = indices if isinstance(indices, Tensor) else torch.tensor(indices, device=held.device)
     B = held.shape[0]
     rule = f"be integers in 0 .. {B - 1}, as many as there shall be samples"
+    try:
+        chosen = indices if isinstance(indices, Tensor) else torch.tensor(indices, device=held.device)
+    except (TypeError, ValueError, RuntimeError) as error:  # which of them depends on what holds no numbers
+        raise invalid(function, "indices", rule, kind_of(indices), held=held) from error
     if chosen.dim() != 1 or chosen.dtype not in (torch.int32, torch.int64) or chosen.device != held.device:
         raise invalid(function, "indices", f"{rule}, on {held.device}", f"{kind_of(chosen)} on {chosen.device}")
     if readable(chosen) and chosen.numel() and not 0 <= int(chosen.min()) <= int(chosen.max()) < B:

@@ -420,7 +420,7 @@ def test_misuse_says_so() -> None:
         mha(nested, nested, nested, cache=cache)
     with pytest.raises(ValueError, match=r"cache must hold something.*StaticCache\(max_length=3, length=0\)"):
         StaticCache(3).reorder([0])
-    for wrong in ([0, 3], [-1], torch.tensor([0.5]), torch.zeros(1, 1, dtype=torch.long)):
+    for wrong in ([0, 3], [-1], torch.tensor([0.5]), torch.zeros(1, 1, dtype=torch.long), "ab", None, {}, ["a"]):
         with pytest.raises(ValueError, match=r"StaticCache.reorder: indices must be integers in 0 .. 2"):
             cache.reorder(wrong)
     for kind, word in ((StaticCache, "max_length"), (RollingCache, "window")):
