@@ -19,9 +19,10 @@ from torch.testing import assert_close
 
 from headwise import MultiheadAttention, attention, masks
 from headwise.core import functional, reference
-from headwise.core.algebra import lower, visible_keys
+from headwise.core.algebra import lower
 from headwise.core.lowering import Band, Size
 from headwise.core.tiling import sequences
+from headwise.core.traits import visible_keys
 
 few, many = settings(max_examples=30), settings(max_examples=1500)
 CPU = torch.device("cpu")

@@ -15,8 +15,9 @@ from torch.testing import assert_close
 
 from headwise import attention, attention_weights, masks
 from headwise.core import reference
-from headwise.core.algebra import lower, visible_keys
+from headwise.core.algebra import lower
 from headwise.core.lowering import Size
+from headwise.core.traits import visible_keys
 
 B, H, K = 2, 3, 5
 Rule = Callable[[int, int, int, int], bool]  # (sample, head, query, key): may attend

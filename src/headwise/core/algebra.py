@@ -86,7 +86,7 @@ class Mask:
 
         Overridden where a part can be written down without the whole.
         """
-        return _Part(self, part, size)
+        return Part(self, part, size)
 
     def draw(self, queries: int | None = None, keys: int | None = None, *, sample: int = 0, head: int = 0) -> str:
         """A picture of one sample and head: `#` may attend, `.` may not; biases as numbers.
@@ -203,7 +203,7 @@ class Not(Mask):
         return f"~{self.parts[0]!r}"
 
 
-class _Part(Mask):
+class Part(Mask):
     """A part of a mask that has to be written down as a whole first."""
 
     def __init__(self, inner: Mask, part: Rectangle, size: Size) -> None:
@@ -219,7 +219,7 @@ class _Part(Mask):
         return f"part({self.parts[0]!r}, {self.part})"
 
 
-class _Appended(Mask):
+class Appended(Mask):
     """The caller's mask over the first keys, and `count` keys of our own after them that every query sees."""
 
     def __init__(self, inner: Mask, count: int) -> None:
@@ -230,6 +230,13 @@ class _Appended(Mask):
 
     def score(self, size: Size) -> Tensor | None:
         return self.pad(self.parts[0].score(self.inner_size(size)), size, 0.0)
+
+    def cut(self, part: Rectangle, size: Size) -> Mask:
+        (low, high), own = part.keys, size.keys - self.count
+        if low >= own or high < own:
+            return super().cut(part, size)
+        inner = self.parts[0].cut(part._replace(keys=(low, own)), self.inner_size(size))
+        return inner if high == own else Appended(inner, high - own)
 
     def inner_size(self, size: Size) -> Size:
         """The size of the caller's scores."""
@@ -444,7 +451,7 @@ class TorchMask(Given):
 
 def appended(mask: Mask | None, count: int) -> Mask | None:
     """`mask` over all keys but the last `count`, which every query sees."""
-    return mask if mask is None or count == 0 else _Appended(mask, count)
+    return mask if mask is None or count == 0 else Appended(mask, count)
 
 
 def lower(mask: Mask | None, size: Size, dtype: torch.dtype | None = None) -> Lowered:
@@ -522,33 +529,6 @@ def learned(mask: Mask | None) -> list[Tensor] | None:
 def is_flag(mask: Mask) -> bool:
     """Whether it is what kernels have a causal flag for."""
     return isinstance(mask, Causal) and isinstance(mask.offset, int) and mask.offset == 0
-
-
-def visible_keys(mask: Mask | None, size: Size) -> Tensor | None:
-    """(B or 1, H or 1, 1, S or 1) bool, False where no query of the sample may see the key; None: all visible.
-
-    Only terms that do not depend on the query are asked, so that nothing of size L x S is read.
-    """
-    keys = None
-    for term in [] if mask is None else terms(mask):
-        if isinstance(term, _Appended):
-            seen = term.pad(visible_keys(term.parts[0], term.inner_size(size)), size, True)
-        elif per_key(term):
-            seen, score = term.keep(size), term.score(size)
-            seen = seen if score is None else score != -math.inf
-        else:
-            continue
-        keys = seen if keys is None else keys if seen is None else keys & seen
-    return keys
-
-
-def per_key(mask: Mask) -> bool:
-    """Whether it hides a key from all queries or from none, as far as its structure tells."""
-    if isinstance(mask, TorchMask) and mask.argument == "key_padding_mask":
-        return True
-    if isinstance(mask, Given):
-        return mask.tensors[0].shape[-2] == 1
-    return isinstance(mask, (Padding, Prefix)) or (bool(mask.parts) and all(per_key(part) for part in mask.parts))
 
 
 def _operand(symbol: str, other: object) -> Mask:

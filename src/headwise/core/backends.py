@@ -244,7 +244,7 @@ class _Plain:
         for first in range(0, L, rows):
             block = slice(first, first + rows)
             for head in range(H):
-                part = _part(request, head, block)
+                part = one_head(request, head, block)
                 if scores is None:
                     out[:, head : head + 1, block], whole = self.run_with_weights(part)
                     weight, share = whole[:, 0], None
@@ -409,17 +409,10 @@ def softmax_scores(request: Request) -> tuple[Tensor, Tensor | None]:
         The weights, and a bool tensor broadcastable to (B, H, L, 1), True where a row saw no key and its weights are
         meaningless but finite (the caller sets what it uses of them to 0); None where that cannot happen.
     """
-    query, mask = request.query, request.mask
-    scale = 1 / math.sqrt(query.shape[-1]) if request.scale is None else request.scale
-    score = _products(query, request.key, scale)
-    if request.softcap is not None:
-        score = request.softcap * torch.tanh(score / request.softcap)
-    hidden, bias = hidden_keys(mask, request.size)
+    score, hidden = scores(request)
     dead = None
-    if bias is not None:
-        score = score + bias
     if hidden is not None:
-        if mask.keep is not None or bias is not None:
+        if request.mask.keep is not None or request.mask.bias is not None:
             dead = hidden.all(dim=-1, keepdim=True)
             if request.sink is not None:
                 dead = dead & (request.sink == -math.inf).view(1, -1, 1, 1)  # any other sink takes all of the weight
@@ -430,6 +423,16 @@ def softmax_scores(request: Request) -> tuple[Tensor, Tensor | None]:
     B, H, L, _ = score.shape
     sink = request.sink.to(score.dtype).view(1, H, 1, 1).expand(B, H, L, 1)
     return torch.softmax(torch.cat([score, sink], dim=-1), dim=-1)[..., :-1], dead
+
+
+def scores(request: Request) -> tuple[Tensor, Tensor | None]:
+    """Scores (B, H, L, S) in float32 at least, bias added, and which are hidden, broadcastable to them; None: none."""
+    scale = 1 / math.sqrt(request.query.shape[-1]) if request.scale is None else request.scale
+    score = _products(request.query, request.key, scale)
+    if request.softcap is not None:
+        score = request.softcap * torch.tanh(score / request.softcap)
+    hidden, bias = hidden_keys(request.mask, request.size)
+    return score if bias is None else score + bias, hidden
 
 
 def _are_small(request: Request) -> bool:
@@ -489,7 +492,7 @@ def _by_formula(
     return PLAIN.run(Request(query, key, value, mask, scale, softcap=softcap, sink=sink))
 
 
-def _part(request: Request, head: int, rows: slice) -> Request:
+def one_head(request: Request, head: int, rows: slice) -> Request:
     """The same request for some rows of a single head, as views."""
     H, G = request.query.shape[1], request.key.shape[1]
     pick, shared = slice(head, head + 1), slice(head // (H // G), head // (H // G) + 1)
@@ -558,9 +561,8 @@ def _takes_flag_and_mask(request: Request) -> bool:
         return False
     if type(query) is not Tensor or (mask.bias is not None and mask.bias.requires_grad):
         return False
-    choice = _FUSED_CHOICE(
-        query, key, value, _one_mask(mask), 0.0, True, scale=request.scale, enable_gqa=request.grouped
-    )
+    options = {"scale": request.scale, "enable_gqa": request.grouped}
+    choice = _FUSED_CHOICE(query, key, value, _one_mask(mask), 0.0, True, **options)
     return bool(choice == torch.nn.attention.SDPBackend.FLASH_ATTENTION.value)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headwise._checks import invalid, is_number
-from headwise.core.algebra import Mask, is_flag, learned, lower, terms, visible_keys, walk_tensors
+from headwise.core.algebra import Mask, is_flag, learned, lower, terms, walk_tensors
 from headwise.core.backends import (
     BACKENDS,
     NOT_WORTH,
@@ -30,6 +30,7 @@ from headwise.core.backends import (
 )
 from headwise.core.lowering import NOTHING_HIDDEN, Lowered, Rectangle, Size, Tiling, flagged_pairs
 from headwise.core.tiling import Sequences, as_sequences, find_tiling, tiles_each_sample, with_flag
+from headwise.core.traits import visible_keys
 from headwise.core.varlen import VARLEN, takes, takes_rows
 
 __all__ = ["Explanation", "TopWeights", "attention", "attention_weights", "explain", "top_attention_weights"]
@@ -127,11 +128,11 @@ def attention_weights(
         >>> attention_weights(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 5, 4), rows=[-1])[0, 0]
         tensor([[0.2000, 0.2000, 0.2000, 0.2000, 0.2000]])
     """
-    given = _check("attention_weights", query, key, None, mask, scale, softcap, sink)
+    given = check_request("attention_weights", query, key, None, mask, scale, softcap, sink)
     if rows is None:
         return _weights(given, mask, average_attn_weights)
-    places = _places("attention_weights", rows, query)
-    parts = [_weights(*_rows_of(given, mask, first, last), average_attn_weights) for first, last in _runs(places)]
+    places = places_of("attention_weights", rows, query)
+    parts = [_weights(*_rows_of(given, mask, first, last), average_attn_weights) for first, last in runs_of(places)]
     if not parts:
         return _weights(*_rows_of(given, mask, 0, 0), average_attn_weights)
     return torch.cat(parts, dim=-2)
@@ -192,14 +193,16 @@ def top_attention_weights(
         (torch.Size([1, 1, 2, 2]), torch.Size([1, 1, 2, 2]))
     """
     function = "top_attention_weights"
-    given = _check(function, query, key, None, mask, scale, softcap, sink)
+    given = check_request(function, query, key, None, mask, scale, softcap, sink)
     B, H, L, _ = query.shape
     S = key.shape[2]
     if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= S:
         raise invalid(function, "n", f"be an int in 1 .. S = {S}", n, query=query, key=key)
-    places = list(range(L)) if rows is None else _places(function, rows, query)
+    places = list(range(L)) if rows is None else places_of(function, rows, query)
     step = max(1, _TOP_BLOCK // max(1, B * H * S))
-    cuts = [(at, min(at + step, last)) for first, last in _runs(places) for at in range(first, last, step)] or [(0, 0)]
+    cuts = [(at, min(at + step, last)) for first, last in runs_of(places) for at in range(first, last, step)] or [
+        (0, 0)
+    ]
     found, done = [], 0
     weights, keys = None, None  # written to memory taken once: small tensors between the blocks would break up the heap
     for first, last in cuts:
@@ -241,7 +244,7 @@ def _rows_of(given: Request, mask: Mask | None, first: int, last: int) -> tuple[
     return given._replace(query=given.query[:, :, first:last]), cut
 
 
-def _places(function: str, rows: int | Sequence[int] | Tensor, query: Tensor) -> list[int]:
+def places_of(function: str, rows: int | Sequence[int] | Tensor, query: Tensor) -> list[int]:
     """Query positions as asked for, counted from 0."""
     L = query.shape[2]
     rule = f"be query positions, ints in {-L} .. {L - 1}"
@@ -253,7 +256,7 @@ def _places(function: str, rows: int | Sequence[int] | Tensor, query: Tensor) ->
     return [row % L for row in asked]
 
 
-def _runs(places: list[int]) -> list[tuple[int, int]]:
+def runs_of(places: list[int]) -> list[tuple[int, int]]:
     """Positions side by side, as (first, behind the last), in their order."""
     runs: list[tuple[int, int]] = []
     for place in places:
@@ -538,12 +541,12 @@ def _request(
     backend: str | None,
 ) -> Request:
     """Check everything, then prepare."""
-    grouped = _check(function, query, key, value, mask, scale, softcap, sink).grouped
+    grouped = check_request(function, query, key, value, mask, scale, softcap, sink).grouped
     tiled = None if backend is None else backend == TILED.name
     return prepare(query, key, value, mask, scale, dropout, None, softcap, sink, grouped, tiled)
 
 
-def _check(
+def check_request(
     function: str,
     query: Tensor,
     key: Tensor,

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from headwise._checks import invalid
-from headwise.core.algebra import Mask, visible_keys
+from headwise.core.algebra import Mask
 from headwise.core.backends import autocasts, readable
 from headwise.core.layouts import CHILDREN, is_hooked, is_sharded
 from headwise.core.lowering import Size
 from headwise.core.masks import read_torch
+from headwise.core.traits import visible_keys
 
 if TYPE_CHECKING:
     from headwise.core.multihead import MultiheadAttention

@@ -412,6 +412,7 @@ def _is_bare(module: MultiheadAttention, x: Tensor, masks: Masks) -> bool:
         or attend.backend is not None
         or is_hooked(drop)
         or is_hooked(attend)
+        or "forward" in attend.__dict__  # who only looks has to be called
         or not direct()
     )
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from headwise._checks import class_of
-from headwise.core.algebra import Mask, per_key, terms, walk_tensors
+from headwise.core.algebra import Mask, terms, walk_tensors
 from headwise.core.backends import readable
 from headwise.core.functional import TURN, TURN_GRAD
 from headwise.core.inputs import size_of
@@ -23,6 +23,7 @@ from headwise.core.lowering import Band, Size
 from headwise.core.positions import Alibi, Rotary
 from headwise.core.projections import direct
 from headwise.core.tiling import as_band, joined, sequences, stretches, with_flag
+from headwise.core.traits import per_key
 
 if TYPE_CHECKING:
     from headwise.core.multihead import MultiheadAttention

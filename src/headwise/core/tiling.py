@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from headwise._checks import invalid
-from headwise.core.algebra import Documents, Given, Mask, is_flag, per_key, terms
+from headwise.core.algebra import Documents, Given, Mask, is_flag, terms
 from headwise.core.lowering import Band, Rectangle, Size, Tile, Tiling
 from headwise.core.masks import causal
+from headwise.core.traits import per_key
 
 _ALL = Band()
 _FLAG = Band(None, 0)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from headwise import masks
-from headwise.core.algebra import Lowered, Size, appended, lower, visible_keys
+from headwise.core.algebra import Lowered, Size, appended, lower
+from headwise.core.traits import visible_keys
 
 B, H, L, S = 3, 2, 5, 7
 SIZE = Size(B, H, L, S, torch.device("cpu"))

@@ -17,8 +17,9 @@ from torch.nn.utils import parametrize, prune
 
 import headwise
 from headwise import DecoderBlock, EncoderBlock, MultiheadAttention, masks
-from headwise.core.algebra import appended, lower, visible_keys
+from headwise.core.algebra import appended, lower
 from headwise.core.lowering import Size
+from headwise.core.traits import visible_keys
 from headwise.layers import parallel, tp_plan
 
 D, H = 12, 4
