@@ -22,6 +22,7 @@ from headwise.layers.upgrade import downgrade, upgrade
 from headwise.models.classifier import SequenceClassifier
 from headwise.models.files import load, save
 from headwise.observe.heatmap import AttentionMap, heatmap
+from headwise.observe.monitor import watch
 
 __version__ = "0.1.0"
 
@@ -56,4 +57,5 @@ __all__ = [
     "save",
     "top_attention_weights",
     "upgrade",
+    "watch",
 ]

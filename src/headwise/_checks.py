@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import operator
+from contextlib import suppress
 from types import ModuleType
 from typing import SupportsIndex
 
@@ -66,9 +67,22 @@ def positive(function: str, argument: str, value: object) -> int:
     Raises:
         ValueError: it is something else.
     """
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or operator.index(value) < 1:
-        raise invalid(function, argument, "be an int of at least 1", repr(value))
-    return operator.index(value)
+    return at_least(1, function, argument, value)
+
+
+def at_least(least: int, function: str, argument: str, value: object) -> int:
+    """An int of at least `least`, numpy's included.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    number = None
+    if isinstance(value, SupportsIndex) and not isinstance(value, bool):
+        with suppress(TypeError):  # an array, or a tensor of another dtype
+            number = operator.index(value)
+    if number is None or number < least:
+        raise invalid(function, argument, f"be an int of at least {least}", repr(value))
+    return number
 
 
 def counted(number: int, noun: str, nouns: str = "") -> str:
