@@ -6,11 +6,7 @@ prints the document, or a picture of it.
 
 from __future__ import annotations
 
-import html
-import json
 import re
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,30 +14,18 @@ from typing import Any
 import pytest
 import torch
 from matplotlib import image
+from tests.e2e.browser import SIZE, browse, played, player
 from torch import Tensor
 
+from headwise import masks
 from headwise.data.samples import japanese_vowels
 from headwise.observe.heatmap import AttentionMap, heatmap
+from headwise.observe.probes import pooled_attention_weights
+from headwise.observe.snapshot import LiveMap
 
 pytestmark = [pytest.mark.integration, pytest.mark.e2e]
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-SIZE = (1280, 900)
-
 Play = Callable[..., list[Any]]
-
-
-def browse(page: Path, *arguments: str, profile: Path) -> str:
-    """Open the page, let 3 s of its own clock pass, return what the browser printed; nothing may reach its console."""
-    if CHROMIUM is None:
-        pytest.skip("needs Chromium; on Debian: apt-get install chromium")
-    command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"]
-    command += [f"--user-data-dir={profile}", f"--window-size={SIZE[0]},{SIZE[1]}", "--virtual-time-budget=3000"]
-    command += ["--enable-logging=stderr", "--v=0", "--force-device-scale-factor=1", *arguments, page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert [line for line in done.stderr.splitlines() if "CONSOLE" in line] == []
-    return done.stdout
 
 
 @pytest.fixture
@@ -49,33 +33,9 @@ def play(tmp_path: Path) -> Play:
     """Run scripts in a copy of the page, one after the other, each a function body that returns what JSON can hold."""
 
     def run(page: Path, *scripts: str) -> list[Any]:
-        # The result goes into the title: it is text, whatever it holds.
-        helper = """
-        const panel = at => document.querySelector(`[data-head="${at}"]`);
-        const move = (node, x, y) => { const box = node.getBoundingClientRect();
-          node.dispatchEvent(new PointerEvent("pointermove", { bubbles: true,
-            clientX: box.left + x * box.width, clientY: box.top + y * box.height })); };
-        const press = key => document.activeElement.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true }));
-        const text = id => document.getElementById(id).textContent;
-        const go = at => { const node = document.getElementById("sample");
-          node.value = at; node.dispatchEvent(new Event("change")); };
-        const pixels = canvas => [...canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data];
-        """
-        calls = ", ".join(f"(() => {{{script}}})()" for script in scripts)
-        body = f"<script>{{{helper} const done = [{calls}]; "
-        body += "const node = document.createElement('output'); node.id = 'played'; "
-        body += "node.textContent = JSON.stringify(done); document.body.append(node); }</script></body>"
         copy = tmp_path / "played.html"
-        copy.write_text(page.read_text("utf-8").replace("</body>", body), "utf-8")
-        dom = browse(copy, "--dump-dom", profile=tmp_path / "profile")
-        opening = re.search(r"<html[^>]*>", dom)
-        assert opening is not None
-        assert 'data-ready="true"' in opening[0]
-        assert "data-error" not in opening[0], opening[0]
-        found = re.search(r'<output id="played">(.*?)</output>', dom, re.S)
-        assert found is not None, "the script did not end"
-        results: list[Any] = json.loads(html.unescape(found[1]))
-        return results
+        copy.write_text(page.read_text("utf-8").replace("</body>", player(*scripts)), "utf-8")
+        return played(browse(copy.as_uri(), "--dump-dom", profile=tmp_path / "profile"))
 
     return run
 
@@ -164,7 +124,7 @@ def check_canvases(seen: Any) -> None:
     assert seen["scale"] > 200
     assert {"0", "100", "150"} <= set(seen["ticks"])
     assert seen["labels"] == ["signal", "query: time (ms)", "key: time attended to (ms)"]
-    assert seen["captions"] == [f"layer {layer}, head {head}" for layer in (1, 2) for head in (1, 2, 3, 4)]
+    assert seen["captions"] == [f"layer {layer}, head {head}" for layer in (0, 1) for head in (0, 1, 2, 3)]
     assert seen["rows"] == 9
     assert seen["wide"]
 
@@ -172,7 +132,7 @@ def check_canvases(seen: Any) -> None:
 def check_pointing(seen: Any, each: AttentionMap) -> None:
     hint, readout, lines, outside, signal = seen
     assert "log scale" in hint
-    found = re.fullmatch(r"layer 2, head 3 · query 19\.2 ms → key 64 ms · weight ([\d.e-]+) ± ([\d.e-]+)", readout)
+    found = re.fullmatch(r"layer 1, head 2 · query 19\.2 ms → key 64 ms · weight ([\d.e-]+) ± ([\d.e-]+)", readout)
     assert found is not None, readout
     value, slack = map(float, found.groups())
     assert value == pytest.approx(float(each.weights[1][2, 3, 10]), abs=1.1 * slack + 0.01 * value)
@@ -186,7 +146,7 @@ def check_flipping(seen: Any, words: list[str]) -> None:
     whole, words_view, last = ["speech", 8, "0"], ["words", 3, "1"], ["", 1, "2"]
     one = ["speech", 1, "0"]
     assert seen["all"] == [whole, words_view, last, last, whole, one, whole, one, whole]
-    assert re.match(r"layer 1, head 2 · query “sat” \(2\) → key “cat” \(1\) · weight 0\.\d+ ± ", seen["token"])
+    assert re.match(r"layer 0, head 1 · query “sat” \(2\) → key “cat” \(1\) · weight 0\.\d+ ± ", seen["token"])
     assert seen["hidden"].endswith("weight exactly 0")
     assert sorted(seen["names"]) == sorted(words * 4)  # the queries once, the keys below each head
     assert seen["grows"]
@@ -216,7 +176,7 @@ def test_texts_are_shown_and_never_run(tmp_path: Path, play: Play) -> None:
         return { title: text("title"), images: document.images.length,
                  bold: document.querySelectorAll("#grid b").length,
                  readout: text("readout"), label: panel("0,0").ariaLabel, legend: text("legend"),
-                 options: [...document.querySelectorAll("option")].map(node => node.textContent.slice(0, 14)),
+                 options: [...document.querySelectorAll("#sample option")].map(node => node.textContent.slice(0, 14)),
                  scripts: document.scripts.length, tab: document.title,
                  ticks: [...document.querySelectorAll(".tick.name.x")].map(node => node.textContent) }
         """,
@@ -237,7 +197,7 @@ def test_a_broken_page_says_so(tmp_path: Path) -> None:
     assert number == 1
     page.write_text(text, "utf-8")
     with pytest.raises(AssertionError, match="CONSOLE"):
-        browse(page, "--dump-dom", profile=tmp_path / "profile")
+        browse(page.as_uri(), "--dump-dom", profile=tmp_path / "profile")
 
 
 @pytest.mark.parametrize("dark", [False, True])
@@ -245,7 +205,7 @@ def test_what_one_sees(tmp_path: Path, dark: bool) -> None:
     page = heatmap([speech(), speech("another")], tmp_path / "a.html")
     picture = tmp_path / "a.png"
     theme = ["--blink-settings=preferredColorScheme=0"] if dark else []
-    browse(page, f"--screenshot={picture}", *theme, profile=tmp_path / "profile")
+    browse(page.as_uri(), f"--screenshot={picture}", *theme, profile=tmp_path / "profile")
     pixels = torch.from_numpy(image.imread(picture))[..., :3]
     assert (pixels.shape[1], pixels.shape[0]) == SIZE
     # The page's ground is at its left edge, and where the maps are there is hardly any of it.
@@ -309,3 +269,138 @@ def test_other_shapes_draw(tmp_path: Path, play: Play) -> None:
     assert (shown[exact[0] == 1] == torch.tensor([0, 0, 4, 255])).all()
     assert (shown[exact[0] == 0] == torch.tensor([0xC3, 0xC8, 0xD0, 255])).all()
     assert widths[0] / widths[1] == pytest.approx(16 / 13, rel=0.01)  # the last key covers one step of its four
+
+
+# --- One head at a time, zoomed, pooled, and of some rows -----------------------------------------------------------
+
+FLIP_HEADS = """
+        const look = () => [...document.querySelectorAll(".map")].map(node => node.dataset.head).join(" ");
+        const seen = [];
+        panel("0,1").click(); seen.push(look());
+        for (const key of ["ArrowRight", "ArrowRight", "ArrowDown", "ArrowDown", "ArrowLeft", "ArrowUp"]) {
+          press(key); seen.push(look()); }
+        for (const id of ["left", "down", "right", "up"]) { click(id); seen.push(look()); }
+        go(1, "layer"); seen.push(look());
+        go(0, "head"); seen.push(look());
+        press("n"); seen.push(look() + " of " + text("title"));
+        press("p"); seen.push(look() + " of " + text("title"));
+        const names = ["layer", "head"].map(id => [...document.getElementById(id).options].map(node => node.text));
+        const ends = ["up", "down", "left", "right"].map(id => document.getElementById(id).disabled);
+        const notes = text("notes"), label = panel("1,0").ariaLabel;
+        press("Escape"); seen.push(document.querySelectorAll(".map").length);
+        go(2, "note");
+        const caption = document.querySelectorAll(".caption")[1].textContent;
+        return { seen, names, ends, notes, label, caption, focus: document.activeElement.dataset.head,
+                 table: [...document.querySelectorAll("#table tr")].map(row => row.textContent) }
+"""
+ZOOM = """
+        const at = "1,2", canvas = () => panel(at).firstChild, size = () => [canvas().width, canvas().height];
+        const names = () => [...document.querySelectorAll(".tick.x")].map(node => node.textContent);
+        panel(at).click();
+        const whole = size(), before = pixels(canvas());
+        drag(at, 0.26, 0.51, 0.49, 0.99);
+        const zoomed = size(), inside = pixels(canvas()), shown = names();
+        move(panel(at), 0.01, 0.01); const corner = text("readout");
+        move(panel(at), 0.99, 0.99); const other = text("readout");
+        const lines = parseFloat(getComputedStyle(panel(at), "::after").left) / panel(at).clientWidth;
+        press("ArrowDown", { shiftKey: true }); const edge = text("readout");
+        press("ArrowUp"); const flipped = [text("readout"), document.querySelector(".map").dataset.head];
+        press("ArrowDown");
+        press("Escape"); const out = size();
+        wheel(panel(at), 0.5, 0.5, -1); const turned = size();
+        move(panel(at), 0.999, 0.001); const wheeled = text("readout");
+        wheel(panel(at), 0.5, 0.5, 1); wheel(panel(at), 0.5, 0.5, 1); const unturned = size();
+        for (let i = 0; i < 20; i++) press("+");
+        const closest = size();
+        press("0"); const reset = size(), after = pixels(canvas());
+        click("closer"); const button = size();
+        click("whole"); const undone = size();
+        return { whole, zoomed, shown, corner, other, lines, edge, flipped, out, turned, wheeled, unturned, closest,
+                 reset, button, undone, same: before.join() === after.join(), pixels: inside.length }
+"""
+
+
+def value_of(readout: str) -> tuple[float, float]:
+    found = re.search(r"weight ([\d.e-]+) ± ([\d.e-]+)$", readout)
+    assert found is not None, readout
+    return float(found[1]), float(found[2])
+
+
+def test_flipping_and_zooming(tmp_path: Path, play: Play) -> None:
+    words = [f"w{i}" for i in range(16)]
+    layers = [weights(3, 16, 16), weights(3, 16, 16)]
+    notes = {"sink": [[0.125, 0.25, 0.5]] * 2, "max logit": [[1.0, 2.0, float("inf")], [None, 31.25, 6.0]]}
+    names = ["encoder.0", "encoder.1"]
+    one = AttentionMap(layers, title="a", key_names=words, query_names=words, notes=notes, layer_names=names)
+    page = heatmap([one, AttentionMap([weights(4, 4), weights(1, 4, 4)], title="b")], tmp_path / "a.html")
+    flipped, zoomed = play(page, FLIP_HEADS, ZOOM)
+    assert flipped["seen"] == [
+        *("0,1", "0,2", "0,2", "1,2", "1,2", "1,1", "0,1"),
+        *("0,0", "1,0", "1,1", "0,1", "1,1", "1,0", "1,0 of b", "1,0 of a", 6),
+    ]
+    assert flipped["names"] == [names, ["head 0", "head 1", "head 2"]]
+    assert flipped["ends"] == [False, True, True, False]
+    assert flipped["notes"] == "sink 0.125max logit \u2013"
+    assert flipped["label"].endswith(", sink 0.125, max logit \u2013")
+    assert flipped["caption"] == "encoder.0, head 1 · 2"
+    assert flipped["focus"] == "1,0"
+    assert flipped["table"][0].endswith("queriessinkmax logit")
+    assert flipped["table"][5].endswith("0.2531.3")
+    assert zoomed["whole"] == zoomed["out"] == zoomed["unturned"] == zoomed["reset"] == zoomed["undone"] == [16, 16]
+    assert zoomed["same"]
+    assert zoomed["zoomed"] == [4, 8]
+    assert zoomed["pixels"] == 4 * 4 * 8
+    assert zoomed["shown"] == words[4:8]
+    assert zoomed["turned"] == [12, 12]
+    assert zoomed["closest"] == [4, 4]
+    assert zoomed["button"] == [8, 8]
+    assert zoomed["lines"] == pytest.approx(7 / 8, abs=0.01)
+    assert zoomed["flipped"][1] == "0,2"
+    for readout, layer, query, key in [
+        (zoomed["corner"], 1, 8, 4),
+        (zoomed["other"], 1, 15, 7),
+        (zoomed["edge"], 1, 15, 7),
+        (zoomed["flipped"][0], 0, 15, 7),
+        (zoomed["wheeled"], 1, 2, 13),
+    ]:
+        assert readout.startswith(
+            f"encoder.{layer}, head 2 · query “w{query}” ({query}) → key “w{key}” ({key}) · weight"
+        )
+        value, slack = value_of(readout)
+        assert value == pytest.approx(float(layers[layer][2, query, key]), abs=1.1 * slack + 0.01 * value)
+
+
+def test_pooled_weights_and_some_rows(tmp_path: Path, play: Play) -> None:
+    x = torch.randn(2, 2, 700, 8)
+    x[:, :, 333] *= 6  # a key that stands out
+    pooled = pooled_attention_weights(x, x, mask=masks.causal(), cells=100)
+    long = AttentionMap.pooled([pooled], num_queries=700, num_keys=700, sample=1, interval=5.0, unit="ms")
+    live = LiveMap(0, (3, 77, 512), 600, 501, 50, weights(2, 3, 11), ("c", "d", "e"))
+    page = heatmap([long, AttentionMap.sampled(live)], tmp_path / "a.html")
+    mass, greatest, rows = play(
+        page,
+        """panel("0,1").click(); move(panel("0,1"), 47.5 / 100, 99.5 / 100);
+           return [text("readout"), panel("0,1").firstChild.width, text("about"), panel("0,1").ariaLabel]""",
+        """click("greatest"); move(panel("0,1"), 47.5 / 100, 99.5 / 100);
+           return [text("readout"), document.getElementById("greatest").ariaPressed, text("about")]""",
+        """go(1); move(panel("0,0"), 0.999, 0.5);
+           const ticks = [...document.querySelectorAll(".tick.y")].map(node => node.textContent);
+           return [text("readout"), ticks, document.getElementById("greatest").hidden]""",
+    )
+    # Cells of 7: queries 693 to 699, keys 329 to 335, each 5 ms from the next.
+    assert mass[0].startswith("layer 0, head 1 · query 3465 to 3495 ms → key 1645 to 1675 ms · weight ")
+    assert greatest[0].startswith("layer 0, head 1 · query 3465 to 3495 ms → key 1645 to 1675 ms · greatest weight ")
+    for readout, cells in [(mass[0], pooled.mass), (greatest[0], pooled.peak)]:
+        value, slack = value_of(readout)
+        assert value == pytest.approx(float(cells[1, 1, 99, 47]), abs=1.1 * slack + 0.01 * value)
+    assert mass[1] == 100
+    assert "keys in a cell 7 (summed), queries 7 (averaged)" in mass[2]
+    most = int(pooled.mass[1, 1].mean(0).argmax()) * 7
+    assert f"most attended key {5 * most} to {5 * (most + 6)} ms" in mass[3]
+    assert greatest[1] == "true"
+    assert "greatest single attention weight in each cell" in greatest[2]
+    value, slack = value_of(rows[0])
+    assert rows[0].startswith("layer 0, head 0 · query “d” (77) → key 500 · weight ")  # the last cell holds one key
+    assert value == pytest.approx(float(live.mass[0, 1, 10]), abs=1.1 * slack + 0.01 * value)
+    assert rows[1] == ["c", "d", "e"]
+    assert rows[2]

@@ -5,9 +5,10 @@ Letters: H heads, L queries, S keys, T time steps of the signal, X its channels,
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,7 @@ MOST_CELLS = 256  # a side; above it a screen shows no single cell, so neighbour
 MOST_COLUMNS = 12  # of panels; a layer with more heads goes on in the next row
 MOST_POINTS = 2048  # of one drawn line
 GREATEST = 1e100  # of a weight, a value of the signal and an interval: sums and differences of these are finite
+LEVELS = 254  # codes of a stored weight above 0; code 0 is exactly 0
 LEAST = 1e-100  # of what a scale spans; below it all is drawn as one value
 
 # Channels up to eight, by names of hues; the second row is for dark ground.
@@ -58,6 +60,7 @@ class Axis:
     interval: float
     unit: str  # empty: positions are counted, not timed
     names: tuple[str, ...]
+    marks: tuple[str, ...] = ()  # what to call each position where it is not its number: some rows of many
 
     @property
     def ends(self) -> tuple[float, float]:
@@ -70,14 +73,46 @@ class Axis:
         return (-(-self.num // self.size) * self.size * self.stride - 0.5) * self.interval
 
 
-def _axis(each: AttentionMap, label: str, keep: Tensor, names: Sequence[str], *, timed: bool) -> Axis:
+@dataclass(frozen=True)
+class Grid:
+    """How many cells a map is drawn with."""
+
+    rows: int
+    columns: int
+    query_runs: int  # rows of the weights that share a drawn one
+    key_runs: int  # likewise columns
+    peaks: bool  # whether cells hold several weights, of which the greatest is known
+
+
+def grid_of(each: AttentionMap, most: int) -> Grid:
+    rows, columns = each.weights[0].shape[-2:]
+    if each.query_padding_mask is not None:
+        rows -= int(each.query_padding_mask.sum())
+    if each.key_padding_mask is not None:
+        columns -= int(each.key_padding_mask.sum())
+    query_runs, key_runs = -(-rows // most), -(-columns // most)
+    single = each.queries_a_cell == each.keys_a_cell == 1
+    peaks = bool(each.peaks) or (single and max(query_runs, key_runs) > 1)
+    return Grid(-(-rows // query_runs), -(-columns // key_runs), query_runs, key_runs, peaks)
+
+
+def _axis(each: AttentionMap, label: str, keep: Tensor, names: Sequence[str], size: int, *, timed: bool) -> Axis:
+    """One axis of all positions; `size` of them share a drawn cell."""
     num, unit, stride = int(keep.sum()), plain(each.unit, 16) if timed else "", each.stride if timed else 1
     kind = ("position", "index") if not timed else ("time step", "index") if unit == "step" else ("time", unit)
     label = label.format("token") if names else f"{label.format(kind[0])} ({kind[1]})"
     # The last patch of a signal may be partial.
     steps = num * stride if each.signal is None or not timed else len(each.signal)
     shown = tuple(plain(names[position], 60) for position in keep.nonzero().flatten().tolist()) if names else ()
-    return Axis(label, num, -(-num // MOST_CELLS), stride, steps, float(each.interval) if timed else 1.0, unit, shown)
+    return Axis(label, num, size, stride, steps, float(each.interval) if timed else 1.0, unit, shown)
+
+
+def _rows(axis: Axis, positions: Sequence[int], names: Sequence[str], size: int) -> Axis:
+    """The axis of some of its positions, which stand side by side like names."""
+    times = (position * axis.stride * axis.interval for position in positions)
+    marks, shown = tuple(f"{time:.6g}" for time in times), tuple(plain(name, 60) for name in names)
+    num = len(positions)
+    return replace(axis, num=num, size=size, stride=1, steps=num, interval=1.0, names=shown, marks=marks)
 
 
 @dataclass(frozen=True)
@@ -120,16 +155,27 @@ def _thin(signal_TX: Tensor) -> Line:
     return Line(both_PX.masked_fill(both_PX.isinf(), math.nan), 0.25 * size - 0.5, 0.5 * size)
 
 
-def _pool(weights_LS: Tensor, query_size: int, key_size: int) -> Tensor:
-    """Return the mass on each run of keys, averaged over each run of queries; the last runs may be shorter."""
-    num_queries, num_keys = weights_LS.shape
-    if key_size > 1:
-        weights_LS = F.pad(weights_LS, (0, -num_keys % key_size)).unflatten(1, (-1, key_size)).sum(2)
-    if query_size > 1:
-        sums_LS = F.pad(weights_LS, (0, 0, 0, -num_queries % query_size)).unflatten(0, (-1, query_size)).sum(1)
-        starts_L = torch.arange(len(sums_LS)) * query_size
-        weights_LS = sums_LS / (num_queries - starts_L).clamp(max=query_size)[:, None]
+def _pool(weights_LS: Tensor, query_runs: int, key_runs: int, counts_L: Tensor | None = None) -> Tensor:
+    """Return the mass on each run of keys, averaged over each run of queries; the last runs may be shorter.
+
+    `counts_L` says how many queries each row stands for.
+    """
+    num_rows, num_columns = weights_LS.shape
+    if key_runs > 1:
+        weights_LS = F.pad(weights_LS, (0, -num_columns % key_runs)).unflatten(1, (-1, key_runs)).sum(2)
+    if query_runs > 1:
+        counts_L = weights_LS.new_ones(num_rows) if counts_L is None else counts_L
+        short = -num_rows % query_runs
+        sums_LS = F.pad(weights_LS * counts_L[:, None], (0, 0, 0, short)).unflatten(0, (-1, query_runs)).sum(1)
+        weights_LS = sums_LS / F.pad(counts_L, (0, short)).unflatten(0, (-1, query_runs)).sum(1)[:, None]
     return weights_LS
+
+
+def _greatest(weights_LS: Tensor, query_runs: int, key_runs: int) -> Tensor:
+    num_rows, num_columns = weights_LS.shape
+    padded_LS = F.pad(weights_LS, (0, -num_columns % key_runs, 0, -num_rows % query_runs))
+    greatest_LS: Tensor = padded_LS.unflatten(1, (-1, key_runs)).amax(2).unflatten(0, (-1, query_runs)).amax(1)
+    return greatest_LS
 
 
 @dataclass(frozen=True)
@@ -139,13 +185,18 @@ class Picture:
     title: str
     layers: list[list[Tensor]]  # each head's cells, float64
     averaged: list[bool]  # whether a layer's one map is the mean of its heads
-    peaks: list[list[tuple[int, float]]]  # for each head, the key with the greatest mean weight, and that mean
+    greatest: list[list[Tensor]]  # likewise the greatest single weight in each cell; none: a cell holds one, or unknown
+    peaks: list[list[tuple[int, float]]]  # for each head, the column with the greatest mean weight, and that mean
+    grain: int  # keys that such a column holds
     top: float  # the end of the colour scale
+    greatest_top: float  # of the scale of the greatest
     label: str  # what a colour means
     query: Axis
     key: Axis
     line: Line | None
     channel_names: tuple[str, ...]
+    layer_names: tuple[str, ...]  # empty: layers are counted
+    notes: dict[str, list[list[float | None]]]  # for each layer, a number for each head
 
     @property
     def columns(self) -> int:
@@ -154,45 +205,98 @@ class Picture:
         return -(-most // -(-most // MOST_COLUMNS))
 
 
-def prepare(each: AttentionMap) -> Picture:
-    num_queries, num_keys = each.weights[0].shape[-2:]
-    keep_L, keep_S = keep(each.query_padding_mask, num_queries), keep(each.key_padding_mask, num_keys)
-    key = _axis(each, "key: {} attended to", keep_S, each.key_names, timed=True)
-    # Whether queries stand where the keys do is not said anywhere; where the two differ, they cannot.
-    query = _axis(each, "query: {}", keep_L, each.query_names, timed=torch.equal(keep_L, keep_S))
+def prepare(each: AttentionMap, most: int = MOST_CELLS) -> Picture:
+    """Return what is drawn, in at most `most` cells a side."""
+    grid, (num_rows, num_columns) = grid_of(each, most), each.weights[0].shape[-2:]
+    key, query = _axes(each, grid)
+    keep_L, keep_S = keep(each.query_padding_mask, num_rows), keep(each.key_padding_mask, num_columns)
+    counts_L = torch.full((int(keep_L.sum()),), float(each.queries_a_cell), dtype=torch.float64)
+    if not each.query_positions:
+        counts_L[-1] = query.num - each.queries_a_cell * (len(counts_L) - 1)
     layers: list[list[Tensor]] = []
+    greatest: list[list[Tensor]] = []
     peaks: list[list[tuple[int, float]]] = []
     low, high = math.inf, -math.inf
-    for weights in each.weights:
+    for layer, weights in enumerate(each.weights):
         layers.append([])
+        greatest.append([])
         peaks.append([])
-        for weights_LS in weights.detach().reshape(-1, num_queries, num_keys):  # one head at a time, to bound memory
+        above = each.peaks[layer] if each.peaks else weights
+        # One head at a time, to bound memory.
+        for weights_LS, above_LS in zip(_heads(weights), _heads(above), strict=True):
             weights_LS = weights_LS.to("cpu", torch.float64)[keep_L][:, keep_S]
-            sums_L, mean_S = weights_LS.sum(1), weights_LS.mean(0)
+            sums_L, mean_S = weights_LS.sum(1), counts_L @ weights_LS / counts_L.sum()
             low, high = min(low, float(sums_L.min())), max(high, float(sums_L.max()))
             peaks[-1].append((int(mean_S.argmax()), float(mean_S.max())))
-            layers[-1].append(_pool(weights_LS, query.size, key.size))
+            layers[-1].append(_pool(weights_LS, grid.query_runs, grid.key_runs, counts_L))
+            if grid.peaks:
+                above_LS = above_LS.to("cpu", torch.float64)[keep_L][:, keep_S] if each.peaks else weights_LS
+                greatest[-1].append(_greatest(above_LS, grid.query_runs, grid.key_runs))
     cells = [cells for heads in layers for cells in heads]
-    # 16-bit weights miss 1 by their rounding; a sink, dropout or an unseeing query by more.
-    total = "1" if low > 0.98 and high < 1.02 else " to ".join(dict.fromkeys((f"{low:.2g}", f"{high:.2g}")))
-    label = f"attention weight (each row sums to {total})"
-    top = max(float(cell.max()) for cell in cells)
-    if query.size > 1 or key.size > 1:
-        label += f"; pooled: keys in a cell {key.size} (summed), queries {query.size} (averaged)"
-    if any(bool((cell == 0).any()) for cell in cells):
-        label += "; grey: exactly 0, as hidden keys have"
     return Picture(
         title=plain(" ".join(each.title.split()), 400),
         layers=layers,
         averaged=[weights.dim() == 2 for weights in each.weights],
+        greatest=greatest if grid.peaks else [],
         peaks=peaks,
-        top=top if top >= LEAST else 1.0,
-        label=label,
+        grain=each.keys_a_cell,
+        top=_top(cells),
+        greatest_top=_top([cells for heads in greatest for cells in heads]),
+        label=_label(low, high, query, key, grey=any(bool((cell == 0).any()) for cell in cells)),
         query=query,
         key=key,
         line=None if each.signal is None else _thin(each.signal),
         channel_names=tuple(plain(name, 60) for name in each.channel_names),
+        layer_names=tuple(plain(name, 60) for name in each.layer_names),
+        notes={plain(name, 60): [list(layer) for layer in layers] for name, layers in each.notes.items()},
     )
+
+
+def _axes(each: AttentionMap, grid: Grid) -> tuple[Axis, Axis]:
+    """The axes of the keys and of the queries."""
+    keep_L = keep(each.query_padding_mask, each.num_queries or 0)
+    keep_S = keep(each.key_padding_mask, each.num_keys or 0)
+    # Tokens and patches have no time; who gives a stride or an interval speaks of one.
+    timed = each.signal is not None or (each.unit, each.stride, each.interval) != ("step", 1, 1.0)
+    key = _axis(each, "key: {} attended to", keep_S, each.key_names, each.keys_a_cell * grid.key_runs, timed=timed)
+    # Whether queries stand where the keys do is not said anywhere; where the two differ, they cannot.
+    timed, some = timed and torch.equal(keep_L, keep_S), each.query_positions
+    size = each.queries_a_cell * grid.query_runs
+    query = _axis(each, "query: {}", keep_L, () if some else each.query_names, size, timed=timed)
+    return key, _rows(query, some, each.query_names, grid.query_runs) if some else query
+
+
+def _heads(weights: Tensor) -> Tensor:
+    found: Tensor = weights.detach().reshape(-1, *weights.shape[-2:])
+    return found
+
+
+def _top(cells: Sequence[Tensor]) -> float:
+    top = max((float(cell.max()) for cell in cells), default=0.0)
+    return top if top >= LEAST else 1.0
+
+
+def _label(low: float, high: float, query: Axis, key: Axis, *, grey: bool) -> str:
+    # 16-bit weights miss 1 by their rounding; a sink, dropout or an unseeing query by more.
+    total = "1" if low > 0.98 and high < 1.02 else " to ".join(dict.fromkeys((f"{low:.2g}", f"{high:.2g}")))
+    label = f"attention weight (each row sums to {total})"
+    if query.size > 1 or key.size > 1:
+        label += f"; pooled: keys in a cell {key.size} (summed), queries {query.size} (averaged)"
+    return f"{label}; grey: exactly 0, as hidden keys have" if grey else label
+
+
+def codes(cells_LS: Tensor, top: float) -> bytes:
+    """Return a byte for each cell, row by row: 0 for exactly 0, else `1 + 254 * sqrt(weight / top)`, rounded.
+
+    The square root keeps small weights apart where one head has a sink near 1: the smallest step is top / 64,516.
+    """
+    codes_LS = 1 + (LEVELS * (cells_LS / top).sqrt()).round().clamp(max=LEVELS)
+    codes_LS = codes_LS.masked_fill(cells_LS == 0, 0).to(torch.uint8)
+    return bytes(codes_LS.flatten().tolist())
+
+
+def text_of(content: bytes) -> str:
+    return base64.b64encode(content).decode()
 
 
 def plain(text: str, most: int) -> str:

@@ -138,7 +138,9 @@ class Sheet:
         counts = [min(picture.columns, len(picture.layers[layer]) - first) for layer, first in self.rows]
         for row, (layer, first) in enumerate(self.rows):
             y = self.maps_top + row * (self.panel_height + self.gap_y)
-            self.write(0.44, y + self.panel_height / 2, f"layer {layer + 1}", **SIDEWAYS)
+            name = picture.layer_names[layer] if picture.layer_names else f"layer {layer}"
+            name = name if len(name) <= 24 else f"…{name[-23:]}"  # dotted names differ at the end
+            self.write(0.44, y + self.panel_height / 2, name, **SIDEWAYS)
             for column in range(counts[row]):
                 cells_LS = picture.layers[layer][first + column]
                 axes = self.axes(self.left + column * self.pitch, y, self.panel_width, self.panel_height)
@@ -147,7 +149,7 @@ class Sheet:
                 look: dict[str, Any] = {"vmin": 0.0, "vmax": picture.top, "aspect": "auto", "origin": "upper"}
                 axes.imshow(grid, self.shades, extent=extent, interpolation="nearest", **look)
                 axes.set(xlim=key.ends, ylim=query.ends[::-1])  # cuts last cells that hold fewer positions than others
-                title = "mean of heads" if picture.averaged[layer] else f"head {first + column + 1}"
+                title = "mean of heads" if picture.averaged[layer] else f"head {first + column}"
                 if self.titled or row == 0:
                     x, above = (
                         self.left + column * self.pitch + self.panel_width / 2,
@@ -163,13 +165,13 @@ class Sheet:
         across = axis.axis_name == "x"
         if not shown:
             axis.set_ticks([])
-        elif side.names:
+        elif names := side.names or side.marks:
             step = -(-side.num // max(1, min(MOST_NAMES, int(room / 0.125))))
             starts = range(0, side.num * side.stride, step * side.stride)
             lasts = [min(start + side.stride, side.steps) - 1 for start in starts]
             middles = [0.5 * (start + last) * side.interval for start, last in zip(starts, lasts, strict=True)]
-            names = [plain(name, 12).translate(self.squares) for name in side.names[::step]]
-            axis.set_ticks(middles, names, rotation=90 if across else 0, **self.plain)
+            texts = [plain(name, 12).translate(self.squares) for name in names[::step]]
+            axis.set_ticks(middles, texts, rotation=90 if across else 0, **self.plain)
         else:
             wide = 0.09 * len(f"{side.ends[1]:.0f}") + 0.25 if across else 0.3
             most, integer = max(1, min(8, int(room / wide))), side.unit in ("", "step")

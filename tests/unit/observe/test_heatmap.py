@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ import headwise
 from headwise.observe import heatmap as module
 from headwise.observe.heatmap import AttentionMap, heatmap
 from headwise.observe.picture import Line, _pool
+from headwise.observe.probes import PooledWeights, pooled_attention_weights
+from headwise.observe.snapshot import LiveMap
 
 L, S = 5, 7
 
@@ -37,6 +41,11 @@ def cells(picture: dict[str, Any], layer: int, head: int) -> Tensor:
     codes = torch.frombuffer(bytearray(base64.b64decode(picture["layers"][layer][head])), dtype=torch.uint8)
     rows, columns = (-(-picture[side]["num"] // picture[side]["size"]) for side in ("query", "key"))
     return (((codes.double() - 1).clamp(min=0) / 254) ** 2 * picture["top"]).reshape(rows, columns)
+
+
+def greatest(picture: dict[str, Any], layer: int, head: int) -> Tensor:
+    """Likewise the greatest single weight in each cell."""
+    return cells(picture | {"layers": picture["greatest"], "top": picture["greatest_top"]}, layer, head)
 
 
 def signal_of(picture: dict[str, Any]) -> Tensor:
@@ -134,6 +143,40 @@ NAN = torch.full((2, L, S), float("nan"))
         ({"key_names": set("abcdefg")}, "key_names must be a sequence of strings"),
         ({"query_names": dict.fromkeys("abcde")}, "query_names must be a sequence of strings"),
         ({"channel_names": torch.ones(2)}, "got torch.float32 (2,)"),
+        ({"layer_names": ["a", "b"]}, "layer_names must be one for each of the 1 layers; got 2"),
+        # Pooled weights, and some rows.
+        ({"keys_a_cell": 2}, "num_keys must be an integer of at least 1, of pooled weights always given; got None"),
+        ({"keys_a_cell": 0}, "keys_a_cell must be an integer of at least 1; got 0"),
+        ({"queries_a_cell": 2.0, "num_queries": 9}, "queries_a_cell must be an integer of at least 1; got 2.0"),
+        ({"keys_a_cell": 2, "num_keys": 12}, "num_keys must be positions of 7 cells with 2 in each, but for the last"),
+        ({"keys_a_cell": 2, "num_keys": 15}, "num_keys must be positions of 7 cells with 2 in each, but for the last"),
+        ({"num_queries": L + 1}, "num_queries must be positions of 5 cells with 1 in each"),
+        ({"num_keys": True}, "num_keys must be an integer"),
+        ({"num_keys": torch.ones(2)}, "num_keys must be an integer"),
+        (
+            {"keys_a_cell": 2, "num_keys": 13, "key_padding_mask": torch.zeros(S, dtype=torch.bool)},
+            "key_padding_mask must be left out where rows or columns are no single positions; cut padding off before",
+        ),
+        (
+            {"query_positions": range(L), "query_padding_mask": torch.zeros(L, dtype=torch.bool)},
+            "query_padding_mask must be left out where rows",
+        ),
+        ({"keys_a_cell": 2, "num_keys": 13, "key_names": ["a"] * S}, "key_names must be one for each of the 13 keys"),
+        ({"query_positions": [0, 1]}, "query_positions must be the positions of the 5 rows, whole numbers from 0 on"),
+        ({"query_positions": [0, 1, 2, 3, 3]}, "ascending"),
+        ({"query_positions": [-1, 1, 2, 3, 4]}, "whole numbers from 0 on"),
+        ({"query_positions": [0, 1, 2, 3, 4.5]}, "query_positions must be"),
+        ({"query_positions": 3}, "query_positions must be"),
+        ({"query_positions": range(5, 10), "num_queries": 9}, "below num_queries; got 9 of 9"),
+        ({"query_positions": range(5), "queries_a_cell": 2, "num_queries": 9}, "queries_a_cell must be 1 where"),
+        ({"query_positions": range(5), "query_names": ["a"] * 9}, "query_names must be one for each of the 5 rows"),
+        ({"peaks": torch.ones(2, L, S)}, "peaks must be a list of tensors, one for each layer"),
+        ({"peaks": [torch.ones(1, L, S)]}, "peaks must be shaped as weights are, layer by layer"),
+        ({"peaks": [torch.full((2, L, S), -1.0)]}, "peaks[0] must be finite and at least 0"),
+        ({"notes": [1]}, "notes must be a mapping from a text to a list for each layer, of a number or None for each"),
+        ({"notes": {"a": [[1.0]]}}, "here [2]; got 'a' of [1]"),
+        ({"notes": {"a": [1.0, 2.0]}}, "got 'a': [1.0, 2.0]"),
+        ({"notes": {"a": [["x", "y"]]}}, "notes must be a mapping"),
     ],
 )
 def test_refused(arguments: dict[str, Any], message: str) -> None:
@@ -201,6 +244,12 @@ def test_heatmap_refuses(tmp_path: Path) -> None:
             heatmap(maps, path)
         assert str(caught.value).startswith("heatmap: ")
     assert [path.name for path in tmp_path.iterdir()] == ["folder.html"]
+
+
+@pytest.mark.parametrize("cells", [0, 1025, 2.0, True, "64"])
+def test_heatmap_refuses_cells(tmp_path: Path, cells: Any) -> None:
+    with pytest.raises(ValueError, match="heatmap: cells must be an int from 1 to 1024, or None; got "):
+        heatmap(AttentionMap([weights(2, L, S)]), tmp_path / "a.html", cells=cells)
 
 
 def test_a_page_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,10 +367,14 @@ def test_labels_say_what_is_seen(tmp_path: Path) -> None:
 
     square = [weights(2, S, S)]
     assert labels(AttentionMap(square)) == (
-        "query: time step (index)",
-        "key: time step attended to (index)",
+        "query: position (index)",
+        "key: position attended to (index)",
         "attention weight (each row sums to 1)",
     )
+    steps = "query: time step (index)", "key: time step attended to (index)"
+    assert labels(AttentionMap(square, signal=torch.randn(S, 1)))[:2] == steps
+    assert labels(AttentionMap(square, stride=4))[:2] == steps
+    assert labels(AttentionMap(square, interval=0.5))[:2] == steps
     assert labels(AttentionMap(square, interval=6.4, unit="ms"))[:2] == (
         "query: time (ms)",
         "key: time attended to (ms)",
@@ -331,7 +384,7 @@ def test_labels_say_what_is_seen(tmp_path: Path) -> None:
         "key: time attended to (ms)",
     )
     assert labels(AttentionMap(square, key_names=["a"] * S))[:2] == (
-        "query: time step (index)",
+        "query: position (index)",
         "key: token attended to",
     )
     assert labels(AttentionMap([0.5 * square[0]]))[2] == "attention weight (each row sums to 0.5)"
@@ -441,6 +494,172 @@ def test_a_typical_page_is_small(tmp_path: Path) -> None:
     each = AttentionMap([weights(4, 29, 29)] * 2, signal=torch.randn(29, 12))
     assert heatmap(each, tmp_path / "a.html").stat().st_size < 60_000
     assert heatmap(AttentionMap([weights(4, 256, 256)]), tmp_path / "b.html").stat().st_size < 450_000
+
+
+def test_many_heads_take_fewer_cells_so_that_the_page_stays_small(tmp_path: Path) -> None:
+    """4 layers of 8 heads: 600 KiB at most, pooled or not; however many heads, 64 cells a side are left."""
+    layers = [torch.rand(8, 256, 256) for _ in range(4)]
+    path = heatmap(AttentionMap(layers), tmp_path / "a.html")
+    assert path.stat().st_size < 600 * 1024
+    (picture,) = payload(path)
+    assert picture["query"]["size"] == picture["key"]["size"] == 4  # at 3, 86 cells a side, both views are too much
+    assert "pooled: keys in a cell 4" in picture["label"]
+    (picture,) = payload(heatmap(AttentionMap(layers), tmp_path / "b.html", cells=256))
+    assert picture["key"]["size"] == 1
+    assert (tmp_path / "b.html").stat().st_size > 2_500_000
+    (picture,) = payload(heatmap([AttentionMap([torch.rand(400, 60, 90)])], tmp_path / "c.html"))
+    assert (picture["query"]["size"], picture["key"]["size"]) == (1, 2)
+    two = [AttentionMap([torch.rand(8, 200, 200)]), AttentionMap([torch.rand(12, 150, 150)])]
+    assert heatmap(two, tmp_path / "d.html").stat().st_size < 600 * 1024
+
+
+# --- Pooled weights, and some rows ----------------------------------------------------------------------------------
+
+
+def long(num_queries: int, num_keys: int, size: int, *, batch: int = 1) -> tuple[Tensor, PooledWeights]:
+    """All the weights, and the same pooled without them."""
+    query, key = torch.randn(batch, 2, num_queries, 8), 2 * torch.randn(batch, 2, num_keys, 8)
+    return headwise.attention_weights(query, key), pooled_attention_weights(query, key, cells=size)
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys", "size"), [(60, 60, 20), (61, 59, 20), (130, 517, 64), (1, 9, 4)])
+def test_pooled_weights_are_drawn_as_they_are(tmp_path: Path, num_queries: int, num_keys: int, size: int) -> None:
+    each, pooled_weights = long(num_queries, num_keys, size, batch=2)
+    drawn = AttentionMap.pooled([pooled_weights] * 2, num_queries=num_queries, num_keys=num_keys, sample=1)
+    (picture,) = payload(heatmap(drawn, tmp_path / "a.html"))
+    for side, number in (("query", num_queries), ("key", num_keys)):
+        assert (picture[side]["num"], picture[side]["size"]) == (number, -(-number // size))
+    expected_LS = pooled_weights.mass[1, 1].double()
+    slack = (expected_LS * picture["top"]).sqrt() / 254 + picture["top"] / 254**2
+    assert ((cells(picture, 1, 1) - expected_LS).abs() <= slack).all()
+    assert ((greatest(picture, 1, 1) - pooled_weights.peak[1, 1].double()).abs() <= picture["greatest_top"] / 250).all()
+    # What is said of the most attended keys is of all queries alike, however ragged the last cell is.
+    columns = torch.stack([run.sum(1) for run in each[1, 1].split(picture["key"]["size"], dim=1)], dim=1)
+    column, share = picture["peaks"][0][1]
+    assert (column, picture["grain"]) == (int(columns.mean(0).argmax()), picture["key"]["size"])
+    assert share == pytest.approx(float(columns.mean(0).max()), rel=1e-4)
+    assert "each row sums to 1)" in picture["label"]
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(100, 100), (97, 103), (41, 81)])
+def test_pooled_weights_pool_further(tmp_path: Path, num_queries: int, num_keys: int) -> None:
+    """As if all had been pooled at once, ragged last cells too; rows keep their sum."""
+    each, pooled_weights = long(num_queries, num_keys, 50)
+    drawn = AttentionMap.pooled([pooled_weights], num_queries=num_queries, num_keys=num_keys)
+    (picture,) = payload(heatmap(drawn, tmp_path / "a.html", cells=12))
+    sizes = picture["query"]["size"], picture["key"]["size"]
+    assert sizes[0] % pooled_weights.queries_a_cell == 0
+    expected_LS, top = pooled(each[0, 1], *sizes), picture["top"]
+    assert max(expected_LS.shape) <= 12
+    assert ((cells(picture, 0, 1) - expected_LS).abs() <= (expected_LS * top).sqrt() / 250 + top / 250**2).all()
+    torch.testing.assert_close(
+        cells(picture, 0, 1).sum(1), torch.ones(len(expected_LS), dtype=torch.float64), atol=0.01, rtol=0
+    )
+    runs = [run.amax(1) for run in each[0, 1].split(sizes[1], dim=1)]
+    greatest_LS = torch.stack([run.amax(0) for run in torch.stack(runs, dim=1).split(sizes[0], dim=0)]).double()
+    assert ((greatest(picture, 0, 1) - greatest_LS).abs() <= picture["greatest_top"] / 250).all()
+
+
+def test_a_narrow_column_does_not_vanish(tmp_path: Path) -> None:
+    """A single great weight among 520 x 520 is lost in the mass of its cell, and there in the greatest weight."""
+    layer = torch.full((1, 520, 520), 1 / 520)
+    layer[0, 100, 333] = 0.9
+    (picture,) = payload(heatmap(AttentionMap([layer]), tmp_path / "a.html"))
+    assert float(greatest(picture, 0, 0)[33, 111]) == pytest.approx(0.9)
+    assert int((greatest(picture, 0, 0) > 0.1).sum()) == 1
+    (small,) = payload(heatmap(AttentionMap([layer[:, :200, :200]]), tmp_path / "b.html"))
+    assert small["greatest"] == []  # a cell holds one weight
+
+
+def test_some_rows_stand_at_their_positions(tmp_path: Path) -> None:
+    live = LiveMap(3, (2, 30, 77), 80, 45, 10, weights(2, 3, 5), ("a", "b", "c"), tuple(map(str, range(45))))
+    drawn = AttentionMap.sampled(live, title="t")
+    assert repr(drawn) == "<AttentionMap 't': 1 layer, 2 heads, 3 of 80 queries x 45 keys in 3 x 5 cells>"
+    (picture,) = payload(heatmap(drawn, tmp_path / "a.html"))
+    query, key = picture["query"], picture["key"]
+    assert (query["num"], query["size"], query["marks"], query["names"]) == (3, 1, ["2", "30", "77"], ["a", "b", "c"])
+    assert (key["num"], key["size"], len(key["names"])) == (45, 10, 45)
+    assert ((cells(picture, 0, 1) - live.mass[1].double()).abs() <= picture["top"] / 250).all()
+    assert picture["greatest"] == []
+    # Where queries and keys are the same steps of a series, rows stand at their times.
+    timed = AttentionMap([weights(2, 3, 9)], query_positions=[1, 4, 8], num_queries=9, interval=5.0, unit="ms")
+    (picture,) = payload(heatmap(timed, tmp_path / "b.html"))
+    assert (picture["query"]["marks"], picture["query"]["unit"]) == (["5", "20", "40"], "ms")
+    assert picture["query"]["label"] == "query: time (ms)"
+    heatmap(drawn, tmp_path / "a.png")
+
+
+def test_layers_must_be_pooled_alike() -> None:
+    _, some = long(60, 60, 20)
+    _, other = long(60, 60, 10)
+    with pytest.raises(ValueError, match=r"AttentionMap.pooled: layers must be one at least, all with cells of the"):
+        AttentionMap.pooled([some, other], num_queries=60, num_keys=60)
+
+
+@pytest.mark.parametrize("layers", [[], None, 5, "x", [None], [torch.ones(1, 1, 2, 2)], torch.ones(1, 1, 2, 2), "one"])
+def test_layers_must_be_pooled(layers: Any) -> None:
+    layers = long(60, 60, 20)[1] if layers == "one" else layers
+    with pytest.raises(ValueError, match=r"^AttentionMap.pooled: layers must be a sequence of PooledWeights, .*; got "):
+        AttentionMap.pooled(layers, num_queries=60, num_keys=60)
+
+
+@pytest.mark.parametrize("sample", [-1, 2, 1.0, True, None, "0", torch.tensor([0, 1])])
+def test_no_such_sample_of_pooled_weights(sample: Any) -> None:
+    _, layer = long(60, 60, 20, batch=2)
+    with pytest.raises(ValueError, match=r"^AttentionMap.pooled: sample must be .*; got "):
+        AttentionMap.pooled([layer], num_queries=60, num_keys=60, sample=sample)
+
+
+@pytest.mark.parametrize("word", ["weights", "peaks", "queries_a_cell", "keys_a_cell"])
+def test_pooled_weights_say_it_themselves(word: str) -> None:
+    _, layer = long(60, 60, 20)
+    with pytest.raises(ValueError, match=rf"^AttentionMap.pooled: more must leave .*; got {word}"):
+        AttentionMap.pooled([layer], num_queries=60, num_keys=60, **{word: 3})
+
+
+@pytest.mark.parametrize("live", [None, 3, "x", torch.ones(1, 2, 2)])
+def test_no_live_map(live: Any) -> None:
+    with pytest.raises(ValueError, match=r"^AttentionMap.sampled: live must be a LiveMap, .*; got "):
+        AttentionMap.sampled(live)
+    with pytest.raises(ValueError, match=r"^AttentionMap.sampled: live must be .* alone; got weights"):
+        AttentionMap.sampled(LiveMap(0, (0,), 3, 3, 1, weights(1, 1, 3)), weights=[])
+
+
+def test_names_and_notes_are_told(tmp_path: Path) -> None:
+    notes = {"max logit": torch.tensor([[1.5, float("inf")]]), "sink": [[None, 0.25]]}
+    one = AttentionMap([weights(2, L, S)], layer_names=["enc"], notes=notes)
+    (picture,) = payload(heatmap(one, tmp_path / "a.html"))
+    assert picture["notes"] == {"max logit": [[1.5, None]], "sink": [[None, 0.25]]}
+    assert picture["layer_names"] == ["enc"]
+
+
+# Reads the peak of its memory above what it was after torch was loaded and had done a first small piece of the work.
+MEMORY = """
+import resource, sys, torch
+from pathlib import Path
+from headwise.observe.heatmap import AttentionMap, heatmap
+from headwise.observe.probes import pooled_attention_weights
+torch.set_num_threads(1)
+def page(length):
+    x = torch.randn(1, 1, length, 8)
+    pooled = pooled_attention_weights(x, x, cells=128)
+    return heatmap(AttentionMap.pooled([pooled], num_queries=length, num_keys=length), Path(sys.argv[2]))
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+page(64)
+before = peak()
+size = page(int(sys.argv[1])).stat().st_size
+print(peak() - before, size)
+"""
+
+
+@pytest.mark.parametrize("length", [6_000, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_a_long_input_in_linear_memory(tmp_path: Path, length: int) -> None:
+    """An L x S matrix alone, in float32, has 144 MB at 6,000 positions and 1.6 GB at 20,000."""
+    command = [sys.executable, "-c", MEMORY, str(length), str(tmp_path / "a.html")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    kib, size = map(int, done.stdout.split())
+    assert kib < 60 * 1024
+    assert size < 120_000
 
 
 # --- The file -------------------------------------------------------------------------------------------------------

@@ -179,8 +179,8 @@ def test_png_nothing_overlaps(name: str, tmp_path: Path) -> None:
         assert box.y1 <= height, text
     if name == "many heads":
         texts = [text.get_text() for text in axes[0].figure.texts]
-        assert [text for text in texts if text.startswith("head")] == [f"head {i + 1}" for i in range(14)]
-        assert texts.count("layer 1") == 2  # two rows of seven
+        assert [text for text in texts if text.startswith("head")] == [f"head {i}" for i in range(14)]
+        assert texts.count("layer 0") == 2  # two rows of seven
     border = torch.cat([pixels[:2].flatten(0, 1), pixels[-2:].flatten(0, 1), pixels[:, -2:].flatten(0, 1)])
     assert (border > 0.99).all()
 
