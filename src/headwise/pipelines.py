@@ -10,6 +10,7 @@ import csv
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import re
 import time
@@ -31,6 +32,9 @@ from headwise.data.timeseries import read_series
 from headwise.models.classifier import SequenceClassifier, SeriesEmbedding
 from headwise.models.files import load, save, weights_of
 from headwise.observe.heatmap import AttentionMap, heatmap
+from headwise.observe.merge import merged
+from headwise.observe.monitor import watch
+from headwise.observe.snapshot import Snapshot
 
 _BATCH = 32  # series a step, in training and after it
 _MOST_POSITIONS = 128  # longer series are cut into strides, as attention costs the square
@@ -108,6 +112,8 @@ class TrainResult:
         seed: the seed that was used; with it, the same machine gives the same model again.
         num_train: series it was trained on.
         files: what was written.
+        attention: what each head does over the test data, in numbers; None: not looked at, as after
+            `train_classifier`, where `inspect_attention` looks.
     """
 
     evaluation: Evaluation
@@ -118,6 +124,7 @@ class TrainResult:
     seed: int
     num_train: int
     files: tuple[Path, ...]
+    attention: Snapshot | None = None
 
 
 @dataclass(frozen=True)
@@ -137,10 +144,25 @@ class Prediction:
     probabilities: dict[str, float]
 
 
+@dataclass(frozen=True)
+class Inspection:
+    """What the heads of a model do with the series of a file.
+
+    Attributes:
+        num_series: N.
+        snapshot: statistics of each layer and head over every step of all of them.
+        files: what was written.
+    """
+
+    num_series: int
+    snapshot: Snapshot
+    files: tuple[Path, ...]
+
+
 def demo(
     output: Path, *, seed: int = 0, epochs: int = 30, progress: Callable[[Progress], None] | None = None
 ) -> TrainResult:
-    """Train a classifier of real speech, test it, save it, load it again, and draw where it attends.
+    """Train a classifier of real speech, test it, save it, load it again, and show what its heads attend to.
 
     270 utterances of nine speakers train it, 370 from other occasions test it; the data is in the package, nothing is
     downloaded. Takes well under a minute in one thread of the CPU, and leaves torch's global random state as it was.
@@ -152,7 +174,7 @@ def demo(
         progress: called after each epoch.
 
     Returns:
-        The scores on the test split, how long it took and what was written.
+        The scores on the test split, what each head does over it, how long it took and what was written.
 
     Raises:
         ImportError: matplotlib or safetensors is missing; nothing was trained yet.
@@ -175,6 +197,7 @@ def demo(
         longest = max(range(len(test)), key=lambda index: len(test.values[index]))
         maps = _attention_maps(again, test, [longest, *_one_of_each_class(test)], logits_NY)
         pictures = heatmap(maps[0], output / "attention.png"), heatmap(maps, output / "attention.html")
+        attention = _watched(again, test)
         result = _report(
             model,
             output / "model",
@@ -185,7 +208,7 @@ def demo(
             seed=seed,
             started=started,
         )
-        return dataclasses.replace(result, files=(*result.files, *pictures))
+        return dataclasses.replace(result, files=(*result.files, *pictures), attention=attention)
 
 
 def train_classifier(
@@ -333,17 +356,7 @@ def draw_attention(
         ValueError: no model there, a file that is not as it should be, an unknown series, `output` cannot be made.
     """
     need("matplotlib", "observe")
-    model = _load_classifier("draw_attention", directory)
-    given = read_series(data, channel_names=model.channel_names)
-    unknown = [name for name in series if name not in given.names]
-    if unknown:
-        known = f"{given.names[0]!r} to {given.names[-1]!r}"
-        raise invalid("draw_attention", "series", f"be names of the {len(given)} series in {data}, {known}", unknown)
-    indices = [given.names.index(name) for name in dict.fromkeys(series)]
-    if not indices:
-        indices = ([0] if given.labels is None else _one_of_each_class(given))[:6]
-    chosen = given.subset(indices)
-    _same_time("draw_attention", model, given, data)
+    model, _, chosen = _to_look_at("draw_attention", directory, data, series)
     maps = _attention_maps(model, chosen, range(len(chosen)), _logits("draw_attention", model, chosen))
     with _folder("draw_attention", output):
         files = [heatmap(maps, output / "attention.html")]
@@ -357,6 +370,73 @@ def draw_attention(
             taken.add(unique.lower())
             files.append(heatmap(one, output / f"attention-{unique}.png"))
     return tuple(files)
+
+
+def inspect_attention(
+    directory: str | os.PathLike[str],
+    data: str | os.PathLike[str],
+    output: Path | None = None,
+    *,
+    series: Sequence[str] = (),
+) -> Inspection:
+    """Measure what each head of a saved classifier does with all the time series of a file, every step of each.
+
+    Args:
+        directory: where `train_classifier` or `headwise.save` put the model.
+        data: a .ts or .csv file with the channels of the training; labels are not used but in titles.
+        output: the folder for `attention.html`, the page that `draw_attention` makes too. None: nothing is written.
+        series: names of the series on the page, as in `draw_attention`; the numbers are of all series.
+
+    Returns:
+        The numbers, and what was written.
+
+    Raises:
+        ImportError: safetensors is missing.
+        OSError: the page could not be written.
+        ValueError: no model there, a file that is not as it should be, an unknown series, values so great that the
+            model overflows, or `output` cannot be made.
+    """
+    function = "inspect_attention"
+    model, given, chosen = _to_look_at(function, directory, data, series)
+    logits_NY = _logits(function, model, given)  # all of them: an overflow has a name then
+    if output is None:
+        return Inspection(len(given), _watched(model, given), ())
+    with _folder(function, output):
+        snapshot = _watched(model, given)
+        shown = [given.names.index(name) for name in chosen.names]
+        page = heatmap(_attention_maps(model, given, shown, logits_NY), output / "attention.html")
+    return Inspection(len(given), snapshot, (page,))
+
+
+def _to_look_at(
+    function: str, directory: str | os.PathLike[str], data: str | os.PathLike[str], names: Sequence[str]
+) -> tuple[SequenceClassifier, Series, Series]:
+    """A model, all series of a file, and those of them that are to be drawn."""
+    model = _load_classifier(function, directory)
+    given = read_series(data, channel_names=model.channel_names)
+    unknown = [name for name in names if name not in given.names]
+    if unknown:
+        known = f"{given.names[0]!r} to {given.names[-1]!r}"
+        raise invalid(function, "series", f"be names of the {len(given)} series in {data}, {known}", unknown)
+    _same_time(function, model, given, data)
+    indices = [given.names.index(name) for name in dict.fromkeys(names)]
+    if not indices:
+        indices = ([0] if given.labels is None else _one_of_each_class(given))[:6]
+    return model, given, given.subset(indices)
+
+
+def _watched(model: SequenceClassifier, series: Series) -> Snapshot:
+    """What each head does, every row of each series.
+
+    A monitor for each: its readings are of late forwards and of one sample of a batch, and here all count.
+    """
+    seen = []
+    with _threads_for(series, at_once=1), torch.inference_mode():
+        for values_LX in series.values:
+            with watch(model, budget=math.inf, rows=-(-len(values_LX) // model.stride)) as monitor:
+                model(values_LX[None])
+            seen.append(monitor.snapshot())
+    return merged(seen)
 
 
 def _fit(
@@ -538,7 +618,7 @@ def _report(
         files=(directory / "config.json", weights, path),
     )
     report = dataclasses.asdict(result)
-    del report["files"]
+    del report["files"], report["attention"]
     report |= {"weights": weights.name, "data": None if data is None else os.fspath(data)}
     report |= {"data_sha256": None if data is None else _sha256(data), "trained_on": list(train.names)}
     with whole(path) as part:
@@ -583,10 +663,10 @@ def _folder(function: str, path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _threads_for(series: Series) -> Iterator[None]:
+def _threads_for(series: Series, at_once: int = _BATCH) -> Iterator[None]:
     """Compute short series in one thread: as fast for such batches, and several times faster on a busy machine."""
     before = torch.get_num_threads()
-    if max(map(len, series.values)) <= _SHORT:
+    if max(map(len, series.values)) * at_once <= _SHORT * _BATCH:
         torch.set_num_threads(1)
     try:
         yield

@@ -180,6 +180,7 @@ def test_long_series_are_cut_into_strides(tmp_path: Path, capsys: pytest.Capture
     assert [Path(file).name for file in files] == ["attention.html", "attention-0.png", "attention-1.png"]
 
 
+@pytest.mark.slow
 def test_names_make_safe_and_different_files(trained: Path, tmp_path: Path) -> None:
     names = ["../a b", ".._a_b-2", "../a/b", "日本", "../A b"]
     rows = [(name, "up", made(1)[index][2]) for index, name in enumerate(names)]
@@ -257,6 +258,35 @@ def test_broken_input_is_one_clear_line_and_writes_nothing(
     assert [path.name for path in tmp_path.iterdir()] == [file]
 
 
+@pytest.mark.parametrize("where", [pipelines.draw_attention, pipelines.inspect_attention])
+def test_pages_of_both_commands_are_the_same(where: Any, trained: Path, tmp_path: Path) -> None:
+    written = where(trained / "model", trained / "test.csv", tmp_path / "maps", series=["s3", "s8"])
+    page = (tmp_path / "maps" / "attention.html").read_text("utf-8")
+    assert page.count("Attention in series") == 2
+    assert (tmp_path / "maps" / "attention.html") == (written[0] if isinstance(written, tuple) else written.files[0])
+
+
+def test_inspect_measures_every_row_of_every_series(trained: Path, tmp_path: Path) -> None:
+    found = pipelines.inspect_attention(trained / "model", trained / "test.csv")
+    assert found.files == ()
+    assert found.num_series == SERIES
+    model = headwise.load(trained / "model")
+    series = read_series(trained / "test.csv", channel_names=model.channel_names)
+    # The same from the whole matrices, in float64.
+    entropy, peak, rows = torch.zeros(2, 4).double(), torch.zeros(2, 4).double(), 0
+    for values_LX in series.values:
+        with torch.inference_mode():
+            _, weights = model(values_LX[None], need_weights=True)
+        weight = torch.stack(weights)[:, 0].double()
+        ratio = -(weight * weight.log()).sum(-1) / math.log(len(values_LX))
+        entropy, peak, rows = entropy + ratio.sum(-1), peak + weight.amax(-1).sum(-1), rows + len(values_LX)
+    assert [layer.rows for layer in found.snapshot.layers] == [rows, rows]
+    for z, layer in enumerate(found.snapshot.layers):
+        for h, head in enumerate(layer.heads):
+            assert head.entropy_ratio == pytest.approx(float(entropy[z, h]) / rows, rel=1e-4)
+            assert head.peak == pytest.approx(float(peak[z, h]) / rows, rel=1e-4)
+
+
 # The command in the folder of `trained`, what the file behind --data holds if it is not there yet, and what is said.
 MISUSED: dict[str, tuple[str, str, str]] = {
     "missing channel": (
@@ -313,6 +343,26 @@ MISUSED: dict[str, tuple[str, str, str]] = {
         "heatmap model --data test.csv --series s3 --series x --output out",
         "",
         r"series must be names of the 40 series in .*'s0' to 's39'; got \['x'\]",
+    ),
+    "no model to inspect": (
+        "inspect . --data test.csv",
+        "",
+        r"directory must be the folder of a saved model .*no config\.json",
+    ),
+    "unknown series to inspect": (
+        "inspect model --data test.csv --series x --output out",
+        "",
+        r"series must be names of the 40 series in .*'s0' to 's39'; got \['x'\]",
+    ),
+    "inspecting what overflows": (
+        "inspect model --data huge.csv --output out",
+        "series,label,acc,pressure\ngood,up,1,3\nbad,up,3e38,-3e38\n",
+        r"data must hold values that the model can .* series 'bad' overflows; got .* 3e\+38",
+    ),
+    "inspecting into a file": (
+        "inspect model --data test.csv --output test.csv",
+        "",
+        r"output must be a folder that can be made; got .*test\.csv",
     ),
     "output is a file": (
         "heatmap model --data test.csv --output test.csv",

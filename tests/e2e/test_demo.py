@@ -58,6 +58,15 @@ def test_demo_command_learns_real_speech(tmp_path: Path) -> None:
         "attention.png",
         "attention.html",
     }
+    seen = report["attention"]
+    assert [layer["name"] for layer in seen["layers"]] == [f"encoder.layers.{at}.self_attn" for at in range(2)]
+    assert seen["forwards"] == 370
+    for layer in seen["layers"]:
+        assert layer["observed"] == 370
+        assert layer["rows"] == sum(map(len, japanese_vowels()[1].values))
+        assert len(layer["heads"]) == 4
+        for head in layer["heads"]:
+            assert 0 < head["entropy_ratio"] < 1 < head["effective_keys"] < 29
     # The saved model is the one that was tested.
     model, (_, test) = headwise.load(folder / "model"), japanese_vowels()
     assert test.labels is not None
@@ -74,6 +83,7 @@ def test_demo_learns_from_other_seeds_as_well(seed: int, tmp_path: Path) -> None
     assert pipelines.demo(tmp_path, seed=seed).evaluation.accuracy >= 0.97
 
 
+@pytest.mark.slow
 def test_demo_repeats_itself_and_keeps_global_state(tmp_path: Path) -> None:
     seen: list[list[pipelines.Progress]] = []
     results = []

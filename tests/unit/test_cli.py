@@ -15,7 +15,9 @@ import pytest
 import headwise
 from headwise import pipelines
 from headwise.cli import main
-from headwise.pipelines import ClassScore, Evaluation, Prediction, Progress, TrainResult
+from headwise.observe import dashboards
+from headwise.observe.snapshot import HeadReading, Histogram, LayerReading, Snapshot
+from headwise.pipelines import ClassScore, Evaluation, Inspection, Prediction, Progress, TrainResult
 
 SCORES = Evaluation(
     accuracy=0.75,
@@ -33,11 +35,17 @@ PREDICTIONS = [
     Prediction("gait[1]", "walk", 0.9, {"walk": 0.9, "rest": 0.1}),
     Prediction("b", "rest", 0.6, {"walk": 0.4, "rest": 0.6}),
 ]
+NOTHING = Histogram((1.0,), (0, 0), 0.0)
+HEADS = (HeadReading(0.25, 3.5, 7.0, 0.5, None, 2.0, 1.5), HeadReading(*[None] * 7))
+LAYER = LayerReading(0, "encoder.0", "self", HEADS, 0.2, 4, 60, 1, 0, 5.0, NOTHING, NOTHING, NOTHING, None)
+SNAPSHOT = Snapshot("M", 9.0, 4, 4, {}, {}, float("inf"), 2.0, 1.0, NOTHING, None, (LAYER,))
+INSPECTION = Inspection(4, SNAPSHOT, (Path("x y/attention.html"),))
 JOBS: dict[str, tuple[str, list[str], Any]] = {
     "demo": ("demo", ["demo"], RESULT),
     "classify": ("train_classifier", ["train", "classify", "--data", "a.csv", "--output", "model"], RESULT),
     "evaluate": ("evaluate", ["evaluate", "model", "--data", "a.csv"], SCORES),
     "predict": ("predict", ["predict", "model", "--data", "a.csv"], PREDICTIONS),
+    "inspect": ("inspect_attention", ["inspect", "model", "--data", "a.csv"], INSPECTION),
     "heatmap": ("draw_attention", ["heatmap", "model", "--data", "a.csv"], (Path("x y/attention.html"),)),
 }
 Calls = list[tuple[str, tuple[Any, ...], dict[str, Any]]]
@@ -76,7 +84,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert _run("--help") == 0
     out = capsys.readouterr().out
-    for command in ("demo", "train", "evaluate", "predict", "heatmap"):
+    for command in ("demo", "train", "evaluate", "predict", "inspect", "heatmap", "dashboard"):
         assert command in out
     assert _run("train", "--help") == 0
     assert "classify" in capsys.readouterr().out
@@ -84,7 +92,9 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("argv", [argv[:-1] if argv[-1] == "DIR" else argv for _, argv, _ in JOBS.values()], ids=JOBS)
 def test_help_of_a_command(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    words = [word for word in argv[:2] if word in ("demo", "train", "classify", "evaluate", "predict", "heatmap")]
+    words = [
+        word for word in argv[:2] if word in ("demo", "train", "classify", "evaluate", "predict", "inspect", "heatmap")
+    ]
     assert _run(*words, "--help") == 0
     out = capsys.readouterr().out
     assert "--json" in out
@@ -134,7 +144,7 @@ def test_classify(more: list[str], expected: dict[str, Any], calls: Calls, capsy
     assert _run(*JOBS["classify"][1], *more) == 0
     assert calls == [("train_classifier", (Path("a.csv"), Path("model")), expected)]
     out = capsys.readouterr().out
-    assert f"headwise heatmap model --data {expected['test'] or 'a.csv'} --output my-heatmaps" in out
+    assert f"headwise inspect model --data {expected['test'] or 'a.csv'} --output my-heatmaps" in out
     assert "headwise predict model --data NEW.csv" in out
 
 
@@ -225,6 +235,78 @@ def test_heatmap(more: list[str], output: str, series: Any, calls: Calls, capsys
     assert capsys.readouterr().out == "wrote         x y/attention.html\n"
 
 
+def test_dashboard(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = tmp_path / "some where"
+    assert _run("dashboard", str(folder)) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    files = [folder / name for name in dashboards.FILES]
+    assert out.startswith("".join(f"wrote         {file}\n" for file in files))
+    assert out.endswith("prometheus --config.file=prometheus.yml\n")
+    assert all(file.is_file() for file in files)
+
+    files[0].write_text("mine")
+    assert _run("dashboard", str(folder)) == 2
+    out, err = capsys.readouterr()
+    assert (out, files[0].read_text()) == ("", "mine")
+    assert err.startswith("headwise: directory must hold no other files of these names")
+    assert err.endswith(f"--overwrite); got {files[0]}\n")
+
+    assert _run("dashboard", str(folder), "--overwrite", "--json") == 0
+    out, err = capsys.readouterr()
+    assert (json.loads(out), err) == ({"files": list(map(str, files))}, "")
+    assert files[0].read_text() != "mine"
+
+    files[1].unlink()
+    assert _run("dashboard", str(folder)) == 0
+    words = [line.partition(" ")[0] for line in capsys.readouterr().out.splitlines()[: len(files)]]
+    assert words == ["kept", "wrote", *["kept"] * (len(files) - 2)]
+
+
+def test_dashboard_needs_a_folder(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert _run("dashboard", "") == 2
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "headwise: directory must be the path of a folder, \".\" for this one; got ''\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+TABLE = (
+    "encoder.0  self  0       0.250   3.5          7  0.500     -         2     1.5\n"
+    "encoder.0  self  1           -     -          -      -     -         -       -\n"
+    "encoder.0: 1 query of 60 saw no key\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("more", "output", "series"),
+    [
+        ([], Path("heatmaps"), ()),
+        (["--output", "o", "--series", "a", "--series", "b c"], Path("o"), ["a", "b c"]),
+        (["--no-page"], None, ()),
+    ],
+)
+def test_inspect(
+    more: list[str], output: Path | None, series: Any, calls: Calls, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run(*JOBS["inspect"][1], *more) == 0
+    assert calls == [("inspect_attention", (Path("model"), Path("a.csv"), output), {"series": series})]
+    out = capsys.readouterr().out
+    assert out.startswith("attention of 4 series, 60 rows of each head:\n\nlayer      kind  head  entropy")
+    assert out.endswith(TABLE + "\nwrote         x y/attention.html\n")
+
+
+def test_the_demo_ends_with_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    result = dataclasses.replace(RESULT, attention=SNAPSHOT)
+    monkeypatch.setattr(pipelines, "demo", lambda *_, **__: result)
+    assert _run("demo") == 0
+    assert TABLE in capsys.readouterr().out
+    assert _run("demo", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["attention"] == json.loads(json.dumps(SNAPSHOT.as_dict()))
+
+
 def test_demo_defaults(calls: Calls) -> None:
     assert _run("demo") == 0
     assert calls == [("demo", (Path("demo-output"),), {"seed": 0})]
@@ -258,6 +340,11 @@ def test_json_is_all_there_is(
             {"series": "gait[1]", "predicted": "walk", "probability": 0.9, "probabilities": {"walk": 0.9, "rest": 0.1}},
             {"series": "b", "predicted": "rest", "probability": 0.6, "probabilities": {"walk": 0.4, "rest": 0.6}},
         ],
+        "inspect": {
+            "num_series": 4,
+            **json.loads(json.dumps(SNAPSHOT.as_dict())),
+            "files": [str(Path("x y/attention.html"))],
+        },
         "heatmap": {"files": [str(Path("x y/attention.html"))]},
     }
     training = {
@@ -269,6 +356,7 @@ def test_json_is_all_there_is(
         "seed": 3,
         "num_train": 270,
         "files": [str(Path("some where/attention.png"))],
+        "attention": None,
     }
     assert found == expected.get(command, training)
 
@@ -285,6 +373,8 @@ def test_json_is_all_there_is(
         ["evaluate", "model"],
         ["predict", "--data", "a.csv"],
         ["heatmap", "a", "b", "--data", "x"],
+        ["dashboard"],
+        ["inspect", "model"],
     ],
 )
 def test_bad_usage_exits_2(argv: list[str], calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:

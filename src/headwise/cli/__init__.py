@@ -14,6 +14,7 @@ import headwise
 from headwise import pipelines
 from headwise._checks import need
 from headwise.cli import show
+from headwise.observe import dashboards
 
 # No `from __future__ import annotations` here: typer reads annotations, and some name what exists only inside `_app`.
 
@@ -77,6 +78,11 @@ def _app() -> Any:
     data = option("Labelled time series, .ts or .csv.", "--data", show_default=False)
     unlabelled = option("Time series, .ts or .csv, with the channels of the training.", "--data", show_default=False)
     model = typer.Argument(help="Folder of a trained model.", show_default=False, metavar="DIR")
+    drawn = option(
+        "Name of a series to draw; in .ts and wide .csv its number, counted from 0. May be given again. "
+        "Default: the first of each class, six at most.",
+        "--series",
+    )
     seed = option("Decides everything random.", "--seed", min=0, max=2**63 - 1)
     as_json = option("Print the result as JSON and nothing else.", "--json")
     settings = {"no_args_is_help": True, "pretty_exceptions_enable": False, "add_completion": False}
@@ -101,7 +107,7 @@ def _app() -> Any:
         seed: Annotated[int, seed] = 0,
         as_json: Annotated[bool, as_json] = False,
     ) -> None:
-        """Train a classifier of real speech on the CPU, test it, save it and draw its attention.
+        """Train a classifier of real speech on the CPU, test it, save it and show its attention, in numbers and drawn.
 
         Nine speakers, 12 channels, 7 to 29 frames each; the data comes with headwise. Takes less than a minute.
         """
@@ -109,6 +115,10 @@ def _app() -> Any:
             result = pipelines.demo(output, seed=seed, progress=progress)
         show.training(result, as_json)
         if not as_json:
+            if result.attention is not None:
+                print()
+                show.attention(result.attention, result.evaluation.num_series)
+                print()
             print(
                 "saved model   loaded again, gives the same numbers to the bit\n"
                 f"\nNext: open {output / 'attention.html'} in a browser, then train on your own recordings:\n"
@@ -145,7 +155,7 @@ def _app() -> Any:
         if not as_json:
             print(
                 f"\nNext: see what it attends to, or let it name new series (no labels needed):\n"
-                f"  {_program()} heatmap {output} --data {test or data} --output my-heatmaps\n"
+                f"  {_program()} inspect {output} --data {test or data} --output my-heatmaps\n"
                 f"  {_program()} predict {output} --data NEW.csv"
             )
 
@@ -170,21 +180,62 @@ def _app() -> Any:
         model: Annotated[Path, model],
         data: Annotated[Path, unlabelled],
         output: Annotated[Path, option("Folder for the pictures.", "--output")] = Path("heatmaps"),
-        series: Annotated[
-            list[str] | None,
-            option(
-                "Name of a series to draw; in .ts and wide .csv its number, counted from 0. May be given again. "
-                "Default: the first of each class, six at most.",
-                "--series",
-            ),
-        ] = None,
+        series: Annotated[list[str] | None, drawn] = None,
         as_json: Annotated[bool, as_json] = False,
     ) -> None:
-        """Draw which time steps each head attends to: one page to open in a browser, and a PNG of each series."""
+        """Draw which time steps each head attends to: the page of `inspect`, and a PNG of each series, for a report."""
         show.files(pipelines.draw_attention(model, data, output, series=series or ()), as_json, alone=True)
 
+    def dashboard(
+        directory: Annotated[str, typer.Argument(help="Where to.", show_default=False, metavar="DIR")],
+        overwrite: Annotated[bool, option("Also over files that were changed since.", "--overwrite")] = False,
+        as_json: Annotated[bool, as_json] = False,
+    ) -> None:
+        """Write files for Prometheus and Grafana beside a watched model: a dashboard, alert rules, settings."""
+        new = dashboards.outdated(directory)
+        files = dashboards.write(directory, overwrite=overwrite)
+        show.files(files, as_json, alone=True, kept={*files} - {*new})
+        if not as_json:
+            print(
+                f"\nNext: headwise.watch(model, port=9464) in your code, and in {directory}:\n"
+                "  prometheus --config.file=prometheus.yml"
+            )
+
+    def inspect(
+        model: Annotated[Path, model],
+        data: Annotated[Path, unlabelled],
+        output: Annotated[Path, option("Folder for the page.", "--output")] = Path("heatmaps"),
+        series: Annotated[list[str] | None, drawn] = None,
+        page: Annotated[bool, option("Draw the page as well, or print the numbers alone.", "--page/--no-page")] = True,
+        as_json: Annotated[bool, as_json] = False,
+    ) -> None:
+        """Say what each head does over all series, in numbers, and draw some of them on a page to open in a browser.
+
+        A row a head, over every step of every series. For pictures to put into a report, see `heatmap`.
+
+        \b
+        entropy    1: it looks at all alike, 0: at one key
+        keys       that it is spread over
+        max logit  the greatest score before the softmax
+        peak       the greatest weight of a step
+        sink       the weight of the first four keys
+        distance   from a step to what it looks at, in positions
+        spread     of what it looks at, in positions
+        """
+        found = pipelines.inspect_attention(model, data, output if page else None, series=series or ())
+        show.inspection(found, as_json)
+
     app.callback()(root)
-    for group, command in ((app, demo), (train, classify), (app, evaluate), (app, predict), (app, heatmap)):
+    commands = (
+        (app, demo),
+        (train, classify),
+        (app, evaluate),
+        (app, predict),
+        (app, inspect),
+        (app, heatmap),
+        (app, dashboard),
+    )
+    for group, command in commands:
         # Inside of typer, which has a word of its own for an interruption; a ContextDecorator keeps the signature.
         group.command()(_one_line_errors()(command))
     train.callback()(lambda: None)  # with a callback, `classify` stays a word of its own while it is the only one

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from headwise._checks import need
+from headwise._checks import counted, need
 from headwise.observe.picture import plain
-from headwise.pipelines import Evaluation, Prediction, Progress, TrainResult
+from headwise.observe.snapshot import Snapshot
+from headwise.pipelines import Evaluation, Inspection, Prediction, Progress, TrainResult
 
 
 @contextmanager
@@ -43,7 +44,9 @@ def progress(silent: bool) -> Iterator[Callable[[Progress], None]]:
 def training(result: TrainResult, as_json: bool) -> None:
     """Print what a training reached and wrote."""
     if as_json:
-        _json(dataclasses.asdict(result))
+        # Not `asdict` of all: a snapshot has maps, and says itself what of it is to be printed.
+        seen, rest = result.attention, dataclasses.replace(result, attention=None)
+        _json({**dataclasses.asdict(rest), "attention": None if seen is None else seen.as_dict()})
         return
     evaluation(result.evaluation, False, tested_on=result.tested_on)
     print()
@@ -89,12 +92,30 @@ def predictions(given: Sequence[Prediction], as_json: bool) -> None:
     _print(table)
 
 
-def files(paths: Sequence[Path], as_json: bool, alone: bool = False) -> None:
-    """Print what was written; `alone`: it is the whole result."""
+def inspection(found: Inspection, as_json: bool) -> None:
+    """Print what the heads do over a file."""
+    if as_json:
+        _json({"num_series": found.num_series, **found.snapshot.as_dict(), "files": found.files})
+        return
+    attention(found.snapshot, found.num_series)
+    if found.files:
+        print()
+    files(found.files, False)
+
+
+def attention(snapshot: Snapshot, num_series: int) -> None:
+    """Print a row a head; the monitor's own first line is about its cost, and here it may cost what it needs."""
+    rows = max((layer.rows for layer in snapshot.layers), default=0)
+    print(f"attention of {counted(num_series, 'series', 'series')}, {counted(rows, 'row')} of each head:\n")
+    print(str(snapshot).partition("\n")[2])
+
+
+def files(paths: Sequence[Path], as_json: bool, alone: bool = False, kept: Collection[Path] = ()) -> None:
+    """Print what was written, and what of it was there already; `alone`: it is the whole result."""
     if not as_json:
         # Not in a table: that would break a long path, which is to be copied in one piece.
         for path in paths:
-            print(f"wrote         {path}")
+            print(f"{'kept' if path in kept else 'wrote':14}{path}")
     elif alone:
         _json({"files": paths})
 

@@ -1,0 +1,5 @@
+"""`python -m headwise`: the command line."""
+
+from headwise.cli import main
+
+main()
