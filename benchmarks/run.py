@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import peers, wasted
+from benchmarks import peers, wasted, watched
 from benchmarks.cases import LARGE, LAYERS, MASKS, SHORT, SHORT_LAYER, classifier, large, layer, short
 from benchmarks.harness import Product, Row, machine, measure
 
@@ -145,6 +145,15 @@ def memory_lines(product: Product, rounds: int) -> Iterator[Line]:
     yield [*(f"{count / 2**20:.0f} MiB" for count in (ours, theirs)), f"{part:.2f}", f"{MEMORY:.2f}"], missed
 
 
+def watched_lines(product: Product, rounds: int) -> Iterator[Line]:
+    """What watching costs, over at least 1,000 forwards."""
+    for row in watched.table():
+        times = [row.watched_p99 / row.p99, row.observed_median / row.median, row.observed_p99 / row.median]
+        more = f"{1000 * (row.observed_median - row.median):+.2f} ms"
+        counts = [f"{row.forwards:,}", f"{row.observed:,}"]
+        yield [row.name, *counts, f"{row.overhead:.2%}", *(f"{each:.2f}" for each in times), more], row.missed
+
+
 TABLES = (
     Table(
         "large",
@@ -201,6 +210,16 @@ TABLES = (
         "Counted by torch's allocator, beyond the inputs and weights of the layer; torch is at its least.",
         ("headwise", "torch", "part", "at most"),
         memory_lines,
+    ),
+    Table(
+        "watched",
+        f"A padded encoder (B, L, D, H, layers) under `headwise.watch(budget={watched.BUDGET})`, in inference mode",
+        "CPU time of one thread, beside a copy that nobody watches, in turns; all outputs equal to the bit. `overhead` "
+        f"is the observer's time over the forwards', at most {watched.MOST_OVERHEAD:.1%}; `p99` that of all forwards "
+        "over the copy's; `an observed one` the median of the forwards that were observed over the copy's median, at "
+        f"most {watched.MOST_TIMES} or {1000 * watched.MOST_MORE} ms more; `p99 of these` likewise.",
+        ("model", "forwards", "observed", "overhead", "p99", "an observed one", "p99 of these", "more"),
+        watched_lines,
     ),
 )
 

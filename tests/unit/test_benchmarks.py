@@ -3,11 +3,12 @@
 No time is held to anything here: `make bench` does that.
 """
 
+import dataclasses
 import math
 
 import pytest
 import torch
-from benchmarks import gpu, wasted
+from benchmarks import gpu, wasted, watched
 from benchmarks.harness import Case, Product, agree, agree_in_low_precision, measure, peak_bytes
 
 X = torch.linspace(-1, 1, 35).view(5, 7)
@@ -113,3 +114,15 @@ def test_peak_bytes_counts_what_is_held_at_once():
         return second * 2
 
     assert 2 * 4000 <= peak_bytes(call) < 2 * 4000 + 100  # scalars count too
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # torch's encoder makes one of a padded batch
+def test_a_watched_model_gives_the_same_as_its_copy_and_says_what_it_missed():
+    row = watched.compare("tiny", torch.nn, (2, 6, 8, 2, 1), 20, math.inf)  # asserts equal bits at every forward
+    assert row.forwards == 20
+    assert row.observed == 20
+    assert row.overhead > 0
+    within = dataclasses.replace(row, overhead=0.01, median=0.01, observed_median=0.0124)
+    assert within.missed == []
+    assert "overhead" in dataclasses.replace(within, overhead=0.02).missed[0]
+    assert "observed forward" in dataclasses.replace(within, observed_median=0.0126).missed[0]
