@@ -23,7 +23,13 @@ from headwise.cli import main
 
 READMES = ("README.md", "README.zh-CN.md")
 COMMANDS = (*READMES, "docs/classify.md")  # whose `headwise` commands run here too
-PAGES = (*COMMANDS, "docs/upgrade.md", "docs/attention.md")  # whose code runs here too
+PAGES = (
+    *COMMANDS,
+    "docs/upgrade.md",
+    "docs/attention.md",
+    "docs/observe.md",
+    "docs/observe-story.md",
+)  # whose code runs here too
 SHELL = ("sh", "bash", "shell", "console")
 FENCE = re.compile(r"^(?P<indent>[ \t]*)(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[\w+-]*)[^\n]*$")
 
