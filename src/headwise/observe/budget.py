@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field
 
 MOST_SHARE = 0.18  # of an unobserved forward, in one observed: 1.25 times is promised, and a forecast may be off
-MOST_SECONDS = 0.0004  # likewise, where that is more: 0.5 ms is promised
+MOST_SECONDS = 0.0003  # likewise, where that is more: 0.5 ms is promised
 _SAVED = 2.0  # so many passes' worth may be saved up, and no more, or a quiet hour would end in a burst
 _NEWEST = 0.1  # its weight in a mean
 _FOR_LOOKS = 0.2  # of what is earned, at least
