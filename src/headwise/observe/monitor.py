@@ -48,8 +48,9 @@ def watch(
         budget: the share of the forwards' time that looking may take, above 0; more than that share is never spent but
             by the last look. inf: every forward is looked at in all layers, with `rows` rows.
         rows: R, rows of a look at most.
-        tokens: called as tokens(args, kwargs, sample) with what the model was called with, gives that sample's token
-            texts, padding left out; for the live page alone.
+        tokens: called as tokens(layer, sample, args, kwargs) with the attention's dotted name, the number of the sample
+            and what the model was called with; gives that sample's token texts, padding left out, or a tuple of the
+            texts of queries and of keys. For the live page alone.
         show_tokens: tokens may be shown. False by default, since they may be a patient's.
         port: serve `/metrics` for Prometheus and the page `/attention` there; 0 takes a free one, see `Monitor.port`.
         host: the address of this machine to serve on.
@@ -86,7 +87,7 @@ def watch(
     if name is not None and (not isinstance(name, str) or not name):
         raise invalid("watch", "name", "be a text, or None for the model's class", repr(name))
     if tokens is not None and not callable(tokens):
-        raise invalid("watch", "tokens", "be a function of (args, kwargs, sample)", type(tokens).__name__)
+        raise invalid("watch", "tokens", "be a function of (layer, sample, args, kwargs)", type(tokens).__name__)
     if show_tokens and tokens is None:
         raise invalid("watch", "tokens", "be given with show_tokens=True: a model knows no texts", None)
     layers = _watchable(model)
