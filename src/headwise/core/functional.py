@@ -200,9 +200,8 @@ def top_attention_weights(
         raise invalid(function, "n", f"be an int in 1 .. S = {S}", n, query=query, key=key)
     places = list(range(L)) if rows is None else places_of(function, rows, query)
     step = max(1, _TOP_BLOCK // max(1, B * H * S))
-    cuts = [(at, min(at + step, last)) for first, last in runs_of(places) for at in range(first, last, step)] or [
-        (0, 0)
-    ]
+    cuts = [(at, min(at + step, last)) for first, last in runs_of(places) for at in range(first, last, step)]
+    cuts = cuts or [(0, 0)]
     found, done = [], 0
     weights, keys = None, None  # written to memory taken once: small tensors between the blocks would break up the heap
     for first, last in cuts:

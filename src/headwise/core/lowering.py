@@ -76,14 +76,17 @@ class Band(NamedTuple):
 
     def keep(self, queries: int, keys: int, device: torch.device) -> Tensor:
         """(1, 1, L, S) bool."""
-        key_S = torch.arange(keys, device=device)
-        ahead_LS = key_S - torch.arange(queries, device=device)[:, None]
-        keep_LS = torch.ones_like(ahead_LS, dtype=torch.bool)
+        return self.between(torch.arange(queries, device=device), torch.arange(keys, device=device))
+
+    def between(self, query_R: Tensor, key_S: Tensor) -> Tensor:
+        """(1, 1, R, S) bool: which of these queries sees which of these keys, by their positions."""
+        ahead_RS = key_S - query_R[:, None]
+        keep_RS = torch.ones_like(ahead_RS, dtype=torch.bool)
         if self.right is not None:
-            keep_LS = (ahead_LS <= self.right) | (key_S < self.first)
+            keep_RS = (ahead_RS <= self.right) | (key_S < self.first)
         if self.left is not None:
-            keep_LS = keep_LS & (ahead_LS >= -self.left)
-        return keep_LS[None, None]
+            keep_RS = keep_RS & (ahead_RS >= -self.left)
+        return keep_RS[None, None]
 
 
 class Rectangle(NamedTuple):

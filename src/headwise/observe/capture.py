@@ -30,11 +30,10 @@ from headwise.core.masks import causal, prefix, read_torch, window
 from headwise.core.multihead import Attend
 from headwise.core.tiling import Sequences, joined
 from headwise.core.traits import hides_keys, per_key
-from headwise.observe.finding import Layer
+from headwise.observe.finding import Layer, while_compiling
+from headwise.observe.probes import BARELY
 
 __all__ = ["Capture", "Sample", "Seen", "Unsupported"]
-
-_HIDES = -1e4  # a bias that low is somebody's way to hide a key
 
 
 class Sample(NamedTuple):
@@ -231,14 +230,10 @@ class _StandIn:
         return _own, (self.module,)
 
 
+@while_compiling
 def _note_traced(layer: Layer) -> int:
-    """Runs while a call is compiled, and not when the compiled call runs."""
     layer.traced = True
     return 0
-
-
-# What `torch.compiler.assume_constant_result` does, without loading the compiler at import
-_note_traced._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _own(module: nn.Module) -> Callable[..., Any]:
@@ -301,7 +296,7 @@ def _ours(now: Capture, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, A
             return _of_row(query, key, mask, rows[0], at, scoring)
         padded = None if query_padding is None else query_padding.reshape(query.shape[0], -1)[at]
         own = is_self and not cached
-        return _of_batch(query[at : at + 1], key[at : at + 1], mask, query.shape, at, extra, own, padded, scoring)
+        return _of_batch(query, key, mask, at, extra, own, padded, scoring)
 
     kind = "self" if is_self else "cross"
     return Seen(layer, kind, len(rows[0].queries) if rows else query.shape[0], sample)
@@ -311,17 +306,17 @@ def _of_batch(
     query: Tensor,
     key: Tensor,
     mask: Mask | None,
-    shape: torch.Size,
     at: int,
     extra: int,
     own: bool,
     padded: Tensor | None,
     scoring: tuple[float | None, Tensor | None],
 ) -> Sample:
-    L, S = query.shape[2], key.shape[2]
-    size = Size(shape[0], shape[1], L, S, query.device)
+    (B, H, L, _), S = query.shape, key.shape[2]
+    size = Size(B, H, L, S, query.device)
     cut = None if mask is None else mask.cut(Rectangle((at, at + 1), (0, L), (0, S)), size)
     real_queries, real_keys = real_positions(cut, size._replace(batch=1), extra, own, padded)
+    query, key = query[at : at + 1], key[at : at + 1]
     return Sample(
         L, S, extra, lambda at: query[:, :, at], lambda: key, cut, real_queries, real_keys, *scoring, query.device
     )
@@ -368,7 +363,7 @@ def real_positions(
         if per_key(term):
             for part in (term.keep(size), term.score(size)):
                 if part is not None:
-                    seen = (part if part.dtype == torch.bool else part > _HIDES).amax(dim=1)[0, 0]
+                    seen = (part if part.dtype == torch.bool else part > BARELY).amax(dim=1)[0, 0]
                     keep = seen if keep is None else keep & seen
     real_queries = None if padded is None else ~padded
     real_keys = None if keep is None or not bool(keep.any()) else keep.expand(own_keys)

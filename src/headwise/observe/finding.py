@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -9,7 +10,16 @@ from torch import nn
 
 from headwise.core.multihead import Attend
 
-__all__ = ["Layer", "find_layers", "is_compiled"]
+__all__ = ["Layer", "find_layers", "is_compiled", "while_compiling"]
+
+
+def while_compiling(function: Callable[..., int]) -> Callable[..., int]:
+    """Have a function run once, while a call that holds it is compiled, and not when the compiled call runs.
+
+    It is what `torch.compiler.assume_constant_result` does, without loading the compiler at import.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 @dataclass(eq=False)

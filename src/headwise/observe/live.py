@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from headwise.observe.picture import LEAST, codes, text_of
+from headwise.observe.probes import in_cells
 from headwise.observe.snapshot import LiveMap, Snapshot
 
 __all__ = ["payload"]
@@ -74,5 +73,4 @@ def _joined(mass_HRm: Tensor, most: int) -> tuple[Tensor, int]:
     """The same mass in at most `most` cells a row, and how many old ones a new one holds."""
     m = mass_HRm.shape[-1]
     run = max(1, -(-m // most))
-    wider_HRm: Tensor = F.pad(mass_HRm, (0, -m % run)).unflatten(-1, (-1, run)).sum(dim=-1) if m else mass_HRm
-    return wider_HRm.to(torch.float64), run
+    return in_cells(mass_HRm, run).sum(dim=-1) if m else mass_HRm, run

@@ -22,6 +22,7 @@ from headwise.core.backends import Request, eager
 from headwise.core.lowering import Lowered, Size
 from headwise.core.masks import causal, dense
 from headwise.observe.capture import Capture, Seen, Unsupported
+from headwise.observe.finding import while_compiling
 from headwise.observe.looking import Job, look
 from headwise.observe.probes import begin_look, end_look
 from headwise.observe.record import Record
@@ -168,25 +169,26 @@ class Observer:
         opened, raised, pending = now.open, id(caller) != now.frames[0], self._pending()
         if opened is None and pending is None:  # nearly always, so this is to be quick
             self._local.now = None
-            self.record.pass_by(seconds, before + time.perf_counter() - ended, now.size)
+            spent = before + time.perf_counter() - ended
+            self.record.keep((), seconds, spent, now.size, looked=False, late=False)
             return
-        jobs = now.jobs if pending is None or pending in now.jobs else [pending]
+        earlier = pending if pending not in now.jobs else None  # of a forward before this one
+        jobs = now.jobs if earlier is None else [earlier]
         try:
             if opened is not None and not raised:
                 opened.returned(args, kwargs)
             if self.tokens is not None:
                 self._name(now.jobs, self.tokens, args, kwargs)
-            if pending is not None and pending not in now.jobs and _alone():
-                self._work(now, pending, ended)
+            if earlier is not None and _alone():
+                self._work(now, earlier, ended)
         except Exception as error:
             self.record.fail(error)
         finally:
             self._shut(now)
         taken = [each for each in (job.named() for job in jobs) if each is not None]
         spent = before + time.perf_counter() - ended
-        looked = opened is not None or pending is not None
         late = not taken and self._pending() is None and any(job.late for job in jobs)
-        self.record.keep(taken, seconds, spent, now.size, looked=looked, late=late)
+        self.record.keep(taken, seconds, spent, now.size, looked=True, late=late)
 
     def _name(self, jobs: list[Job], tokens: Tokens, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Ask for the texts of each sample that was looked at, where it is a sample of the model's own batch."""
@@ -254,7 +256,7 @@ def _size_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 class _Hook:
-    """A hook that leads to a observer; a copy of the model, in memory or in a file, is not watched."""
+    """A hook that leads to an observer; a copy of the model, in memory or in a file, is not watched."""
 
     def __init__(self, observer: Observer | None, method: str) -> None:
         self.observer, self.method = observer, method
@@ -277,11 +279,7 @@ class _Hook:
         return _Hook, (None, self.method)
 
 
+@while_compiling
 def _note_compiled(observer: Observer) -> int:
-    """Runs while a call is compiled, and not when the compiled call runs."""
     observer.record.skip("compiled")
     return 0
-
-
-# What `torch.compiler.assume_constant_result` does, without loading the compiler at import
-_note_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]

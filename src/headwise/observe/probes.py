@@ -28,7 +28,7 @@ __all__ = ["AttentionStatistics", "PooledWeights", "attention_statistics", "pool
 
 _BLOCK = 2**18  # scores held at a time
 _LOWEST = -1e38  # stands for the score of a hidden key; twice as much is still finite in float32
-_BARELY = -1e4  # a bias that low is somebody's way to hide a key: -10,000, or the lowest number of a dtype
+BARELY = -1e4  # a bias that low is somebody's way to hide a key: -10,000, or the lowest number of a dtype
 
 
 class AttentionStatistics(NamedTuple):
@@ -190,7 +190,7 @@ def pooled_attention_weights(
         first, last = int(block.rows[0]), int(block.rows[-1]) + 1
         for heads, part in block.parts:
             weight, dead = _weights(_softmax(part))
-            weight = _in_cells(weight, wide)
+            weight = in_cells(weight, wide)
             columns = slice(block.low // wide, block.low // wide + weight.shape[-2])
             sums, peaks = weight.sum(dim=-1), weight.amax(dim=-1)
             for cell in range(first // tall, -(-last // tall)):
@@ -201,7 +201,7 @@ def pooled_attention_weights(
     return PooledWeights(mass / seen.clamp(min=1), peak, tall, wide)
 
 
-def _in_cells(weight: Tensor, wide: int) -> Tensor:
+def in_cells(weight: Tensor, wide: int) -> Tensor:
     """(.., m, wide) of (.., S), zeros behind the last."""
     padded = F.pad(weight, (0, -weight.shape[-1] % wide))
     return padded.view(*weight.shape[:-1], -1, wide)
@@ -262,7 +262,7 @@ def end_look(
     if real_keys is not None:
         weight = weight.index_select(-1, real_keys)
     wide = max(1, -(-weight.shape[-1] // cells))
-    return statistics, _in_cells(weight, wide).sum(dim=-1), wide
+    return statistics, in_cells(weight, wide).sum(dim=-1), wide
 
 
 # --- Blocks of rows -------------------------------------------------------------------------------------------------
@@ -318,7 +318,8 @@ def written(mask: Mask | None, size: Size, rows: Tensor, runs: list[tuple[int, i
     for term in terms(mask):
         band = term.band()
         if band is not None:
-            part = Lowered(keep=_of_band(band, rows, keys))
+            seen = None if band == Band() else band.between(rows, torch.arange(*keys, device=rows.device))
+            part = Lowered(keep=seen)
         elif in_rows(term):
             part = Lowered(keep=_picked(term.keep(size), rows, keys), bias=_picked(term.score(size), rows, keys))
         else:
@@ -338,20 +339,6 @@ def _of_run(mask: Mask, size: Size, run: tuple[int, int], keys: tuple[int, int])
     part = size._replace(queries=run[1] - run[0], keys=keys[1] - keys[0])
     lowered = lower(mask.cut(Rectangle((0, size.batch), run, keys), size), part)
     return Lowered(keep=lowered.whole_keep(part), bias=lowered.bias)
-
-
-def _of_band(band: Band, rows: Tensor, keys: tuple[int, int]) -> Tensor | None:
-    """(1, 1, R, S), as `Band.keep` gives it of all rows."""
-    key = torch.arange(*keys, device=rows.device)
-    ahead, keep = key - rows[:, None], None
-    if band.right is not None:
-        keep = ahead <= band.right
-        if band.first:
-            keep = keep | (key < band.first)
-    if band.left is not None:
-        back = ahead >= -band.left
-        keep = back if keep is None else keep & back
-    return None if keep is None else keep[None, None]
 
 
 def _picked(whole: Tensor | None, rows: Tensor, keys: tuple[int, int]) -> Tensor | None:
@@ -429,7 +416,7 @@ def _softmax(request: Request) -> _Softmax:
 def _scored(request: Request) -> _Scored:
     score, hidden = scores(request)
     if request.mask.bias is not None:
-        low = request.mask.bias <= _BARELY
+        low = request.mask.bias <= BARELY
         hidden = low if hidden is None else hidden | low
     if hidden is not None:
         score.masked_fill_(hidden, _LOWEST)  # finite: its share is 0, and 0 times it is 0, not NaN

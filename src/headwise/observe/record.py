@@ -174,15 +174,7 @@ class Record:
     @property
     def may_look(self) -> bool:
         """Whether there is something to spend, or a layer that nobody looked at yet: those are paid for afterwards."""
-        return self._blind or self.budget.credit >= 0
-
-    def pass_by(self, seconds: float, spent: float, size: int) -> None:
-        """`keep` after a forward in which nobody looked."""
-        with self.lock:
-            self.forwards += 1
-            self._seconds += seconds
-            self._looking += spent
-            self.budget.earn(seconds, size, spent)
+        return self._blind or self.budget.may_look
 
     def due(self, allowed: float) -> list[LayerRecord]:
         """Layers to look at in so many seconds, one at least, those first that were not tried for longest."""

@@ -166,7 +166,7 @@ class Snapshot:
 
     def as_dict(self) -> dict[str, Any]:
         """The same in dicts, lists, numbers, strings and None, without the maps."""
-        layers = [_without_map(layer) for layer in self.layers]
+        layers = [_plain(layer, "live") for layer in self.layers]
         return {**_plain(self, "layers"), "overhead": self.overhead, "layers": layers}
 
     def __str__(self) -> str:
@@ -247,7 +247,3 @@ def _json(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_json(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _without_map(layer: LayerReading) -> dict[str, Any]:
-    return _plain(layer, "live")
