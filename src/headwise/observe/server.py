@@ -220,7 +220,7 @@ def asgi_app(
 
     Args and errors are those of `wsgi_app`.
 
-        api.mount("/observe", monitor.asgi())
+        api.mount("/observe", asgi_app(monitor.snapshot))
 
     Returns:
         The application. Answers are made in a thread, so that the server's loop goes on meanwhile.
