@@ -215,18 +215,30 @@ def fuse(module: Projected) -> None:
     module._parameters.update(own)  # bias_k and bias_v come after, as torch orders them
 
 
-def split(module: Projected) -> None:
-    """Parameters to children, in place."""
+def check_split(module: Any) -> None:
+    """Hold that fused projections can be cut, torch's own attention's too.
+
+    Raises:
+        ValueError: they are parametrized, sharded or carry hooks, or have another number of rows.
+    """
     for name in ("in_proj_weight", *WEIGHTS, "in_proj_bias"):
         parameter = module._parameters.get(name, 0)
         if parameter is not None and not is_plain(parameter):
             raise invalid("split_projections", name, "be a plain Parameter", "a parametrized or sharded one")
         if isinstance(parameter, nn.Parameter) and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
             raise invalid("split_projections", name, "carry no hooks", "some; remove them first")
+    if isinstance(module, nn.MultiheadAttention):
+        return  # its sizes are held when it is upgraded
+    for name in ("in_proj_weight", "in_proj_bias"):
+        held = module._parameters[name]
+        if held is not None and held.shape[0] != sum(rows(module)):
+            raise invalid("split_projections", name, f"have {sum(rows(module))} rows", held.shape[0])
+
+
+def split(module: Projected) -> None:
+    """Parameters to children, in place."""
+    check_split(module)
     stacked, bias, tall = module._parameters["in_proj_weight"], module._parameters["in_proj_bias"], rows(module)
-    for name, held in (("in_proj_weight", stacked), ("in_proj_bias", bias)):
-        if held is not None and held.shape[0] != sum(tall):
-            raise invalid("split_projections", name, f"have {sum(tall)} rows", held.shape[0])
     weights = [module._parameters[name] for name in WEIGHTS] if stacked is None else _parts(stacked, tall)
     biases = [None] * 3 if bias is None else _parts(bias, tall)
     for name in TORCH_NAMES:

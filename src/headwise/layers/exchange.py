@@ -95,7 +95,7 @@ class Exchanges:
                 if id(child) in self._dropped and id(module) not in self._parents:
                     raise self._tied(self._dropped[id(child)], f"{path}.{name}".lstrip("."))
         going = {id(old): exchange for exchange in self for old in exchange.old}
-        memory = sorted((*_span(old), exchange.path) for exchange in self for old in exchange.old if _span(old)[1])
+        memory = sorted((*span(old), exchange.path) for exchange in self for old in exchange.old if span(old)[1])
         for path, module in modules.values():
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is None or (id(module), name) in self._slots:
@@ -103,7 +103,7 @@ class Exchanges:
                 where = f"{path}.{name}".lstrip(".")
                 if id(tensor) in going:
                     raise self._tied(going[id(tensor)].path, where)
-                start, stop = _span(tensor)
+                start, stop = span(tensor)
                 for first, last, mine in memory:
                     if start < last and first < stop:
                         raise self._tied(mine, f"{where}, which lies in the same memory")
@@ -122,7 +122,7 @@ class Exchanges:
         return invalid(self.function, path, f"be used by nothing that stays as it is ({cure})", f"also {where}")
 
 
-def _span(tensor: Tensor) -> tuple[int, int]:
+def span(tensor: Tensor) -> tuple[int, int]:
     """Where its memory begins and ends; (0, 0) where that cannot be said."""
     if not is_plain(tensor) or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
         return 0, 0

@@ -129,6 +129,15 @@ def downgrade(model: nn.Module, optimizer: Optimizers = None, *, where: Where = 
     return plan.carry_out(optimizer)
 
 
+def upgradable(model: nn.Module) -> list[nn.Module]:
+    """The layers that `upgrade` is going to change.
+
+    Raises:
+        ValueError: there are none.
+    """
+    return [module for _, module, _ in _Plan("upgrade", model, None, become.TARGETS).found]
+
+
 @dataclass
 class _Search:
     """The modules to change, with the class that each is known by, and those that stay although they look like it."""
