@@ -10,6 +10,8 @@ from headwise.core.flops import register_flop_formulas
 from headwise.core.functional import attention, attention_weights, explain, top_attention_weights
 from headwise.core.multihead import MultiheadAttention
 from headwise.core.positions import Alibi, Rotary
+from headwise.export.executorch import export_executorch
+from headwise.export.onnx import export_onnx
 from headwise.layers.blocks import Decoder, DecoderBlock, Encoder, EncoderBlock
 from headwise.layers.transformer import (
     Transformer,
@@ -23,6 +25,8 @@ from headwise.models.classifier import SequenceClassifier
 from headwise.models.files import load, save
 from headwise.observe.heatmap import AttentionMap, heatmap
 from headwise.observe.monitor import watch
+from headwise.quant.qat import convert, prepare_qat
+from headwise.quant.quantize import quantize
 
 __version__ = "0.1.0"
 
@@ -49,11 +53,16 @@ __all__ = [
     "TransformerEncoderLayer",
     "attention",
     "attention_weights",
+    "convert",
     "downgrade",
     "explain",
+    "export_executorch",
+    "export_onnx",
     "heatmap",
     "load",
     "masks",
+    "prepare_qat",
+    "quantize",
     "save",
     "top_attention_weights",
     "upgrade",

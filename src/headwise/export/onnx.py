@@ -1,0 +1,355 @@
+"""`export_onnx`: a model as an ONNX file, float or int8, that was run beside the model before it got its name."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from headwise._checks import counted, invalid, need
+from headwise._files import whole
+from headwise.export import graphs, guards, integers, leaner, shapes, verify
+from headwise.export.doors import check_tolerance, target_of
+from headwise.export.parts import Call, Positional, first_call, join_projections, take_apart, traceable
+from headwise.export.quiet import plainly, quiet, without_graph
+from headwise.export.reports import OnnxReport, OnnxValue
+from headwise.export.trials import Beside, hold_guards
+from headwise.quant.linear import Int8Linear
+
+OPSETS = range(18, 24)  # that torch's exporter writes and onnxruntime runs, each of them tried in the tests
+_NAME = "export_onnx"
+_LARGEST = 2**31 - 2**20  # bytes of numbers: an ONNX file in one piece ends at 2 GiB
+_FLOAT_ERROR, _INT8_ERROR = 1e-4, 3e-2
+
+
+def export_onnx(
+    model: nn.Module,
+    example: Any,
+    path: str | os.PathLike[str],
+    *,
+    opset: int = 20,
+    dynamic_shapes: shapes.Shapes | None = None,
+    output_names: Sequence[str] | None = None,
+    metadata: Mapping[str, str] | None = None,
+    tolerance: float | None = None,
+    verbose: bool = True,
+) -> OnnxReport:
+    """Write a model as an ONNX file, and run the file beside the model before it gets its name.
+
+    Args:
+        model: any module. Not changed: a copy in eval mode, on the CPU, is exported, with torch's attention and
+            Transformer layers upgraded. One from `headwise.quantize` or `headwise.convert` gives an int8 file: int8
+            weights, integer products in onnxruntime, and, where it is static, in OpenVINO too.
+        example: inputs of one call: a tensor, a tuple of arguments or a dict of keywords of the model's forward.
+            Tensors, also in tuples, lists and dicts, are the inputs of the file, by the names of the parameters; masks
+            too. Anything else (`is_causal=True`) is written into it. One tensor passed twice is two inputs.
+        path: of the file; its folder must exist. A file that is there stays until the new one is whole and tried.
+        opset: of the ONNX operators, 18 to 23. Below 20, GELU is several nodes.
+        dynamic_shapes: names of the sizes that shall be free, `{"x": {0: "batch", 1: "length"}}`; all others are fixed.
+            None: every size that the model leaves free. `{}`: none. In the place of a name may be a `torch.export.Dim`,
+            with bounds: `Dim("length", max=512)`. One name is one size in the model.
+        output_names: of the tensors that the model returns. None: `output`, `output_1` and so on, or a dict's keys.
+        metadata: texts that the file shall carry, by name: classes, units, a licence. onnxruntime reads them as
+            `session.get_modelmeta().custom_metadata_map`.
+        tolerance: what the file's numbers may differ by, as a share of the largest number of an output. None: 1e-4,
+            and 3e-2 for int8, where a number at the edge between two integers may fall on either side.
+        verbose: print the report.
+
+    Returns:
+        The report: inputs and outputs, size, errors at several sizes (the example's, larger ones, 1), integer operators
+        of the graph that onnxruntime makes of the file.
+
+    Raises:
+        ValueError: a wrong argument, a call that the model does not take, or what no file can hold: caches, nested
+            tensors, masks with tensors of their own, 2 GiB of weights, control flow that depends on numbers, or on
+            sizes that are free: the message names the condition, and sizes at which the file would be wrong.
+        RuntimeError: the file does not do what the model does: other numbers, float products for int8 projections, a
+            size that is not int8's. Nothing is left behind.
+        ImportError: onnx, onnxscript or onnxruntime is missing.
+
+    A row that sees no key gives what the model gives. Unlike the model in eager mode, an int8 file makes some number of
+    a NaN that reaches a projection; in a dynamic one it may change the scale of the whole call.
+
+    Cost: some seconds, and the model three times in memory. Threads take turns.
+    Source: https://onnx.ai/onnx/operators/; docs/edge.md.
+
+    Example:
+        >>> import tempfile, torch, headwise
+        >>> block = headwise.EncoderBlock(64, 4)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     report = headwise.export_onnx(block, torch.randn(2, 5, 64), f"{folder}/block.onnx", verbose=False)
+        >>> print(report.inputs[0])
+        x float (batch, length, 64)
+        >>> report.error < 1e-5
+        True
+    """
+    _check_settings(opset, tolerance)
+    target = target_of(_NAME, path, "model.onnx")
+    said = _check_metadata(metadata)
+    need("onnx", "onnx")
+    need("onnx_ir", "onnx")
+    need("onnxscript", "onnx")
+    need("onnxruntime", "onnx")
+    with quiet(), plainly(), torch.no_grad():
+        twin = traceable(_NAME, model)
+        call = take_apart(_NAME, twin, example)
+        module = Positional(_NAME, twin, call)
+        names, _ = first_call(_NAME, module, call)
+        names = _output_names(output_names, names, call.names)
+        _check_size(twin)
+        float_bytes = _float_bytes(twin)
+        integers.stand_in(module)
+        join_projections(twin)
+        module.eval().requires_grad_(False)
+        wanted = shapes.asked(_NAME, call, dynamic_shapes)
+        bounds = shapes.asked_bounds(_NAME, call, dynamic_shapes)
+        program, sizes = _followed(twin, module, call, wanted, bounds)
+        made: list[str] = []
+        proto = _translate(program, opset, len(call.names), len(names), made)
+        graphs.finish(proto, {str(symbol): label for symbol, label in sizes.labels.items()}, _version(), said)
+        graphs.name_values(proto.graph, call.names, names)
+        with whole(target) as part:
+            part.write_bytes(proto.SerializeToString(deterministic=True))
+            report = _verified(part, target, proto, module, call, sizes, program, wanted, made, float_bytes, tolerance)
+    if verbose:
+        print(report)
+    return report
+
+
+def _check_settings(opset: object, tolerance: object) -> None:
+    if not isinstance(opset, int) or isinstance(opset, bool) or opset not in OPSETS:
+        raise invalid(_NAME, "opset", f"be {OPSETS[0]} to {OPSETS[-1]}, which is what was tried", repr(opset))
+    check_tolerance(_NAME, tolerance)
+
+
+def _check_metadata(metadata: object) -> Mapping[str, str]:
+    said = {} if metadata is None else metadata
+    fits = isinstance(said, Mapping) and all(isinstance(one, str) for pair in said.items() for one in pair)
+    if not fits or "" in said:  # type: ignore[operator]
+        raise invalid(_NAME, "metadata", "be a dict of texts by name, json.dumps for anything else", repr(metadata))
+    return said  # type: ignore[return-value]
+
+
+def _output_names(given: object, own: list[str], inputs: Sequence[str]) -> list[str]:
+    names = list(own)
+    if given is not None:
+        fits = isinstance(given, (list, tuple)) and len(given) == len(own)
+        if not isinstance(given, (list, tuple)) or not fits or not all(isinstance(one, str) and one for one in given):
+            raise invalid(_NAME, "output_names", f"be {counted(len(own), 'name')}, one for each tensor returned", given)
+        names = list(given)
+        if len({*names, *inputs}) < len(names) + len(inputs):
+            raise invalid(_NAME, "output_names", "be different from each other and from the inputs", given)
+    taken = set(inputs)
+    for place, name in enumerate(names):
+        while name in taken:
+            name += "_"
+        names[place] = name
+        taken.add(name)
+    return names
+
+
+def _state(model: nn.Module) -> list[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _check_size(model: nn.Module) -> None:
+    numbers = sum(one.numel() * one.element_size() for one in _state(model))
+    if numbers > _LARGEST:
+        rule = "hold less than 2 GiB of numbers, which is where one ONNX file ends; headwise.quantize makes a quarter"
+        raise invalid(_NAME, "model", rule, f"{numbers:,} bytes")
+
+
+def _float_bytes(model: nn.Module) -> int:
+    """Bytes of all weights, were those of int8 projections float32."""
+    total = sum(one.numel() * one.element_size() for one in _state(model))
+    for module in model.modules():
+        if isinstance(module, Int8Linear):
+            biased = module.state.bias is not None
+            held = sum(one.numel() * one.element_size() for one in module.buffers())
+            total += 4 * module.out_features * (module.in_features + biased) - held
+    return total
+
+
+def _followed(
+    twin: nn.Module,
+    module: Positional,
+    call: Call,
+    wanted: list[dict[int, str | None]],
+    bounds: list[dict[int, tuple[int, int | None]]],
+) -> tuple[Any, shapes.Sizes]:
+    """The program of torch.export, and its sizes; once more where equal sizes of the example passed for one."""
+    tensors = shapes.grown(module, call)
+    program = _trace(module, tensors, wanted, bounds)
+    sizes = shapes.read_sizes(_NAME, twin, call, wanted, program, bounds)
+    other = guards.untied(module, tensors, program, sizes)
+    if other is not None:
+        program = _trace(module, other, wanted, bounds)
+        sizes = shapes.read_sizes(_NAME, twin, call, wanted, program, bounds)
+    return program, sizes
+
+
+def _trace(
+    module: Positional,
+    tensors: tuple[torch.Tensor, ...],
+    wanted: list[dict[int, str | None]],
+    bounds: list[dict[int, tuple[int, int | None]]],
+) -> Any:
+    integers.register()
+    auto = torch.export.Dim.AUTO
+    free = tuple(
+        {dim: auto(min=held[dim][0], max=held[dim][1]) if dim in held else auto for dim in dims}
+        for dims, held in zip(wanted, bounds, strict=True)
+    )
+    try:
+        with without_graph():
+            return torch.export.export(module, tensors, dynamic_shapes=(free,), strict=False)
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0]
+        rule = (
+            "be one that torch.export can follow: no choice by the numbers of a tensor, no .item(), no .numpy(); "
+            "torch.export.export(model, ...) shows where"
+        )
+        raise invalid(_NAME, "model", rule, f"{type(error).__name__}: {first}") from error
+
+
+def _translate(program: Any, opset: int, num_inputs: int, num_outputs: int, made: list[str]) -> Any:
+    """The `ModelProto`, with names of `graphs.PLACES` for its inputs and outputs."""
+    try:
+        result = torch.onnx.export(
+            program,
+            dynamo=True,
+            opset_version=opset,
+            input_names=[graphs.PLACES[0] + str(place) for place in range(num_inputs)],
+            output_names=[graphs.PLACES[1] + str(place) for place in range(num_outputs)],
+            custom_translation_table=integers.translations(made),
+            verbose=False,
+        )
+    except Exception as error:
+        said = str(error.__cause__ or error).strip().partition("\n")[0]
+        rule = f"use operators that ONNX opset {opset} has"
+        raise invalid(_NAME, "model", rule, f"{type(error).__name__}: {said}") from error
+    assert result is not None
+    proto: Any = result.model_proto
+    written = {one.domain: one.version for one in proto.opset_import}[""]
+    if written != opset:
+        raise invalid(_NAME, "opset", f"be {written} for this model, which cannot be turned into another", opset)
+    return proto
+
+
+def _version() -> str:
+    try:
+        return version("headwise")
+    except PackageNotFoundError:  # run from its sources
+        return "0"
+
+
+def _verified(
+    part: Path,
+    target: Path,
+    proto: Any,
+    module: Positional,
+    call: Call,
+    sizes: shapes.Sizes,
+    program: Any,
+    wanted: list[dict[int, str | None]],
+    made: list[str],
+    float_bytes: int,
+    tolerance: float | None,
+) -> OnnxReport:
+    """The report of a file that holds; RuntimeError for one that does not."""
+    kind = "float" if not made else made[0] if len(set(made)) == 1 else "mixed"
+    tolerance = tolerance or (_INT8_ERROR if made else _FLOAT_ERROR)
+    try:
+        source = str(part) if part.suffix == ".onnx" else part.read_bytes()  # a suffix may stand for another format
+        need("onnx.checker", "onnx").check_model(source, full_check=True)
+        session, counts = verify.open_session(part)
+    except Exception as error:
+        raise _broken(target, f"onnx or onnxruntime does not take it: {error}") from error
+    beside = Beside(session, module, call, sizes, tolerance, exact=not made)
+    trials, notes = beside.everywhere()
+    for trial in trials:
+        if not trial.holds:
+            why = f"its numbers differ from the model's by {trial}, above {tolerance:g}"
+            if trial.error <= tolerance:
+                why = f"its integers differ from the model's: {trial} of them"
+            if not _is_repeatable(module, call):
+                why += "; the model's own differ from call to call: is dropout a function in it?"
+            elif trial is trials[0] and trial.error == float("inf"):
+                why += "; pass an example with a batch and a length of at least 2"
+            raise _broken(target, why)
+    notes += hold_guards(beside, program)
+    projections = graphs.int8_products(proto.graph) if made else 0
+    if sum(counts.values()) < projections:
+        found = ", ".join(f"{number} {name}" for name, number in counts.items()) or "none"
+        raise _broken(target, f"onnxruntime runs {found} for {counted(projections, 'int8 product')}: the rest in float")
+    held = part.stat().st_size
+    numbers = sum(len(one.raw_data) for one in proto.graph.initializer)
+    whole_float = max(held - numbers, 0) + float_bytes
+    if made and held >= whole_float:
+        raise _broken(target, f"it has {held:,} bytes, and {whole_float:,} with float32 weights")
+    inputs, outputs = (tuple(map(_value, values)) for values in (proto.graph.input, proto.graph.output))
+    inputs = tuple(replace(one, limits=_limits(one, notes, sizes)) for one in inputs)
+    return OnnxReport(
+        target,
+        {one.domain: one.version for one in proto.opset_import}[""],
+        kind,
+        inputs,
+        outputs,
+        held,
+        whole_float if made else held,
+        graphs.operators(proto),
+        projections,
+        counts,
+        tuple(trials),
+        tolerance,
+        (*_fixed(inputs, module, call, sizes, wanted), *notes),
+    )
+
+
+def _is_repeatable(module: Positional, call: Call) -> bool:
+    one, other = (shapes.outputs_at(module, call.tensors) for _ in range(2))
+    return one is not None and other is not None and verify.difference(one, other) == 0
+
+
+def _broken(target: Path, why: str) -> RuntimeError:
+    return RuntimeError(f"{_NAME}: {target} was not written: {why}")
+
+
+def _value(value: Any) -> OnnxValue:
+    names = need("onnx", "onnx").TensorProto.DataType
+    return OnnxValue(value.name, names.Name(value.type.tensor_type.elem_type).lower(), tuple(leaner.sizes_of(value)))
+
+
+def _limits(value: OnnxValue, notes: Sequence[str], sizes: shapes.Sizes) -> tuple[str, ...]:
+    """What its sizes may be at most, or at least."""
+    found = [note.replace(" is at ", " at ") for note in notes if note.partition(" is at ")[0] in value.shape]
+    for symbol, (low, high) in sizes.bounds.items():
+        label = sizes.labels[symbol]
+        if label in value.shape:
+            found += [f"{label} at least {low}"] * (low > 1) + [f"{label} at most {high}"] * (high is not None)
+    return tuple(dict.fromkeys(found))
+
+
+def _fixed(
+    inputs: Sequence[OnnxValue],
+    module: Positional,
+    call: Call,
+    sizes: shapes.Sizes,
+    wanted: list[dict[int, str | None]],
+) -> list[str]:
+    notes = []
+    if not any(isinstance(size, str) for value in inputs for size in value.shape):
+        notes.append("every size is fixed")
+    notes += guards.needlessly_fixed(module, call, sizes, wanted)
+    said = {text for value in inputs for text in value.limits}
+    notes += [note for label, size, note in sizes.least_notes() if f"{label} at least {size}" not in said]
+    if call.constants:
+        constants = ", ".join(f"{name}={value!r}" for name, value in call.constants.items())
+        notes.append(f"written into the file: {constants}")
+    return notes
