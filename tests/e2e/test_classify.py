@@ -18,6 +18,7 @@ from headwise import pipelines
 from headwise.cli import main
 from headwise.data.samples import Series
 from headwise.data.timeseries import read_series
+from headwise.pipelines import classify
 
 pytestmark = pytest.mark.e2e
 
@@ -157,12 +158,12 @@ def test_nothing_is_both_learnt_and_tested() -> None:
     labels = torch.arange(50) % 3
     labels[7] = 3  # alone in its class: kept for training
     series = Series(values, labels, ("a", "b", "c", "d"))
-    train, test = pipelines._split(series, seed=4)
+    train, test = classify._split(series, seed=4)
     seen = [int(value[0]) for part in (train, test) for value in part.values]
     assert sorted(seen) == list(range(50))
     assert test.labels is not None
     assert torch.bincount(test.labels, minlength=4).tolist() == [3, 3, 3, 0]
-    assert [int(value[0]) for value in pipelines._split(series, seed=5)[1].values] != [int(v[0]) for v in test.values]
+    assert [int(value[0]) for value in classify._split(series, seed=5)[1].values] != [int(v[0]) for v in test.values]
     for part in (train, test):
         for name, value in zip(part.names, part.values, strict=True):
             assert name == str(int(value[0]))
@@ -248,7 +249,7 @@ def test_broken_input_is_one_clear_line_and_writes_nothing(
 ) -> None:
     file, content, message = BROKEN[name]
     (tmp_path / file).write_bytes(content)
-    monkeypatch.setattr(pipelines, "_fit", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr(classify, "_fit", lambda *_: pytest.fail("trained"))
     assert run("train", "classify", "--data", tmp_path / file, "--output", tmp_path / "out" / "model") == 2
     out, err = capsys.readouterr()
     assert out == ""

@@ -17,6 +17,7 @@ from matplotlib import image
 import headwise
 from headwise import pipelines
 from headwise.data.samples import japanese_vowels, pad
+from headwise.pipelines import classify, shared
 
 pytestmark = pytest.mark.e2e
 
@@ -129,7 +130,7 @@ def test_demo_says_when_the_loaded_model_disagrees(tmp_path: Path, monkeypatch: 
         model.head.bias.data[3] += 1e-6
         return model
 
-    monkeypatch.setattr(pipelines, "load", other)
+    monkeypatch.setattr(shared, "load", other)
     with pytest.raises(RuntimeError, match="gives other logits"):
         pipelines.demo(tmp_path, epochs=1)
 
@@ -179,7 +180,7 @@ def test_demo_refuses_before_training(tmp_path: Path, monkeypatch: pytest.Monkey
     def never(*_: Any) -> None:
         pytest.fail("trained")
 
-    monkeypatch.setattr(pipelines, "SequenceClassifier", never)
+    monkeypatch.setattr(classify, "SequenceClassifier", never)
     (tmp_path / "file").write_bytes(b"")
     for output in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ValueError, match=r"^demo: output must be a folder that can be made; got .*file"):

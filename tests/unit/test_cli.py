@@ -17,7 +17,18 @@ from headwise import pipelines
 from headwise.cli import main
 from headwise.observe import dashboards
 from headwise.observe.snapshot import HeadReading, Histogram, LayerReading, Snapshot
-from headwise.pipelines import ClassScore, Evaluation, Inspection, Prediction, Progress, TrainResult
+from headwise.pipelines import (
+    ClassScore,
+    Comparison,
+    Evaluation,
+    Exported,
+    Form,
+    Inspection,
+    Prediction,
+    Progress,
+    Quantization,
+    TrainResult,
+)
 
 SCORES = Evaluation(
     accuracy=0.75,
@@ -40,6 +51,27 @@ HEADS = (HeadReading(0.25, 3.5, 7.0, 0.5, None, 2.0, 1.5), HeadReading(*[None] *
 LAYER = LayerReading(0, "encoder.0", "self", HEADS, 0.2, 4, 60, 1, 0, 5.0, NOTHING, NOTHING, NOTHING, None)
 SNAPSHOT = Snapshot("M", 9.0, 4, 4, {}, {}, float("inf"), 2.0, 1.0, NOTHING, None, (LAYER,))
 INSPECTION = Inspection(4, SNAPSHOT, (Path("x y/attention.html"),))
+QUANTIZED = Quantization(
+    "static", 13, 1, 4, 400_000, 120_000, SCORES, dataclasses.replace(SCORES, accuracy=0.5), 4, 1, "a.csv", (Path("i"),)
+)
+
+
+@dataclasses.dataclass
+class _Report:
+    path: Path = Path("m.onnx")
+    error: float = 1e-7
+    size_ratio: float = 0.25
+
+    def __str__(self) -> str:
+        return "m.onnx: what the exporter says"
+
+
+EXPORTED = Exported("onnx", _Report(), {"class_names": ["walk"]}, 4, 1, (Path("m.onnx"),))
+FORMS = (
+    Form("torch", "float", 400_000, 0.004, 1.0, 2000.0, 1.0, 0.75, 0),
+    Form("executorch", "int8 dynamic", 100_000, 0.001, 4.0, None, None, None, None),
+)
+COMPARED = Comparison(FORMS, ("onnxruntime: pip install 'headwise[onnx]'",), 4, (7, 19), 15, 1, {"processor": "P"})
 JOBS: dict[str, tuple[str, list[str], Any]] = {
     "demo": ("demo", ["demo"], RESULT),
     "classify": ("train_classifier", ["train", "classify", "--data", "a.csv", "--output", "model"], RESULT),
@@ -47,6 +79,9 @@ JOBS: dict[str, tuple[str, list[str], Any]] = {
     "predict": ("predict", ["predict", "model", "--data", "a.csv"], PREDICTIONS),
     "inspect": ("inspect_attention", ["inspect", "model", "--data", "a.csv"], INSPECTION),
     "heatmap": ("draw_attention", ["heatmap", "model", "--data", "a.csv"], (Path("x y/attention.html"),)),
+    "quantize": ("quantize_classifier", ["quantize", "model", "--output", "int8", "--data", "a.csv"], QUANTIZED),
+    "export": ("export_classifier", ["export", "int8", "--output", "m.onnx", "--data", "a.csv"], EXPORTED),
+    "benchmark": ("benchmark_classifier", ["benchmark", "model", "--data", "a.csv"], COMPARED),
 }
 Calls = list[tuple[str, tuple[Any, ...], dict[str, Any]]]
 
@@ -65,7 +100,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     def replace(name: str, result: Any) -> None:
         def job(*args: Any, **kwargs: Any) -> Any:
             if progress := kwargs.pop("progress", None):
-                progress(Progress(1, 2, 0.613, 0.5))
+                progress("timing" if name == "benchmark_classifier" else Progress(1, 2, 0.613, 0.5))
             made.append((name, args, kwargs))
             return result
 
@@ -84,7 +119,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert _run("--help") == 0
     out = capsys.readouterr().out
-    for command in ("demo", "train", "evaluate", "predict", "inspect", "heatmap", "dashboard"):
+    for command in (*(name for name in JOBS if name != "classify"), "train", "dashboard"):
         assert command in out
     assert _run("train", "--help") == 0
     assert "classify" in capsys.readouterr().out
@@ -92,9 +127,7 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("argv", [argv[:-1] if argv[-1] == "DIR" else argv for _, argv, _ in JOBS.values()], ids=JOBS)
 def test_help_of_a_command(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
-        word for word in argv[:2] if word in ("demo", "train", "classify", "evaluate", "predict", "inspect", "heatmap")
-    ]
+    words = [word for word in argv[:2] if word in (*JOBS, "train")]
     assert _run(*words, "--help") == 0
     out = capsys.readouterr().out
     assert "--json" in out
@@ -146,6 +179,71 @@ def test_classify(more: list[str], expected: dict[str, Any], calls: Calls, capsy
     out = capsys.readouterr().out
     assert f"headwise inspect model --data {expected['test'] or 'a.csv'} --output my-heatmaps" in out
     assert "headwise predict model --data NEW.csv" in out
+
+
+def test_quantize(calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run(*JOBS["quantize"][1], "--test", "b.ts", "--equalize", "--reduce-range") == 0
+    words = {"data": Path("a.csv"), "test": Path("b.ts"), "equalize": True, "reduce_range": True}
+    assert calls == [("quantize_classifier", (Path("model"), Path("int8")), words)]
+    rows = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    for expected in (
+        ["int8", "13 of 14 linears (static, calibrated with 4 series)"],
+        ["size", "400,000 bytes before, 120,000 now (0.30)"],
+        ["accuracy", "75.0% (3 of 4 series) before, 50.0% (3 of 4 series) now"],
+        ["other", "class  1 of 4 series"],
+        ["measured", "on  a.csv"],
+        ["wrote", "i"],
+        ["headwise", "export int8 --output model.onnx"],
+    ):
+        assert expected in rows
+
+
+def test_quantize_says_how(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    found = dataclasses.replace(QUANTIZED, equalized=True, weight_bits=7)
+    monkeypatch.setattr(pipelines, "quantize_classifier", lambda *_, **__: found)
+    assert _run(*JOBS["quantize"][1]) == 0
+    out = capsys.readouterr().out
+    assert "weights      7 bits\n" in out
+    assert "equalized    yes, ranges of channels were evened out first\n" in out
+    assert _run(*JOBS["quantize"][1], "--json") == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["equalized"], told["weight_bits"]) == (True, 7)
+
+
+def test_quantize_without_data(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    bare = {"before": None, "after": None, "measured_on": None, "num_calibration": 0, "kind": "dynamic"}
+    monkeypatch.setattr(pipelines, "quantize_classifier", lambda *_, **__: dataclasses.replace(QUANTIZED, **bare))
+    assert _run("quantize", "model", "--output", "int8") == 0
+    out = capsys.readouterr().out
+    assert "13 of 14 linears (dynamic, inputs scaled by each call)" in out
+    assert "accuracy" not in out
+
+
+def test_quantize_says_what_was_learnt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    learnt = dataclasses.replace(QUANTIZED, before=dataclasses.replace(SCORES, num_learnt=3))
+    monkeypatch.setattr(pipelines, "quantize_classifier", lambda *_, **__: learnt)
+    assert _run(*JOBS["quantize"][1]) == 0
+    assert "Note: the model was trained on that file" in capsys.readouterr().out
+
+
+def test_export(calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("export", "int8", "--output", "m.bin", "--format", "executorch") == 0
+    assert calls == [("export_classifier", (Path("int8"), Path("m.bin")), {"file_format": "executorch", "data": None})]
+    out = capsys.readouterr().out
+    assert "m.onnx: what the exporter says" in out
+    assert "of 4 series, each alone, the file names 1 otherwise than the model" in out
+    assert "wrote         m.onnx" in out
+
+
+def test_benchmark(calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("benchmark", "model", "--threads", "2", "--rounds", "3") == 0
+    assert calls == [("benchmark_classifier", (Path("model"),), {"data": None, "threads": 2, "rounds": 3})]
+    out = capsys.readouterr().out
+    rows = [line.split() for line in out.splitlines()]
+    assert ["torch", "float", "400,000", "1.00", "1.00x", "4.00", "1.00x", "2,000", "75.0%", "0"] in rows
+    assert ["executorch", "int8", "dynamic", "100,000", "0.25", "4.00x", "1.00", "-", "-", "-", "-"] in rows
+    assert "left out: onnxruntime: pip install 'headwise[onnx]'" in out
+    assert ["processor", "P"] in rows
 
 
 def test_evaluate(calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
@@ -346,6 +444,18 @@ def test_json_is_all_there_is(
             "files": [str(Path("x y/attention.html"))],
         },
         "heatmap": {"files": [str(Path("x y/attention.html"))]},
+        "quantize": json.loads(json.dumps(dataclasses.asdict(QUANTIZED), default=str)),
+        "export": {
+            "format": "onnx",
+            "report": {"path": "m.onnx", "error": 1e-7, "size_ratio": 0.25},
+            "says": {"class_names": ["walk"]},
+            "num_series": 4,
+            "num_changed": 1,
+            "files": ["m.onnx"],
+            "error": 1e-7,
+            "size_ratio": 0.25,
+        },
+        "benchmark": json.loads(json.dumps(dataclasses.asdict(COMPARED), default=str)),
     }
     training = {
         "evaluation": scores,
@@ -375,6 +485,9 @@ def test_json_is_all_there_is(
         ["heatmap", "a", "b", "--data", "x"],
         ["dashboard"],
         ["inspect", "model"],
+        ["quantize", "model"],
+        ["export", "model", "--output", "a.onnx", "--format", "tflite"],
+        ["benchmark", "model", "--threads", "0"],
     ],
 )
 def test_bad_usage_exits_2(argv: list[str], calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
@@ -391,6 +504,7 @@ def test_bad_usage_exits_2(argv: list[str], calls: Calls, capsys: pytest.Capture
         (ValueError("demo: output must be a folder"), 2, "output must be a folder"),
         (ImportError("headwise needs x; pip install 'headwise[y]'"), 2, "needs x; pip install 'headwise[y]'"),
         (OSError("No space left on device"), 1, "a file could not be read or written: No space left on device"),
+        (pipelines.NotWrittenError("export_onnx: x was not written: why"), 1, "x was not written: why"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )
@@ -411,6 +525,17 @@ def test_a_failing_job_is_one_line(
     out, err = capsys.readouterr()
     assert out == ""
     assert [line for line in err.splitlines() if line] == [f"headwise: {said}"]
+
+
+@pytest.mark.parametrize("command", JOBS)
+def test_an_empty_output_is_not_the_current_folder(
+    command: str, calls: Calls, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `--output "$UNSET"` gives it."""
+    code = _run(*JOBS[command][1], "--output", "")  # the last one counts
+    out, err = capsys.readouterr()
+    assert (code, out, calls) == (2, "", [])
+    assert ("got an empty" in err) == (command not in ("evaluate", "benchmark"))  # which write nothing
 
 
 def test_other_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import headwise
 from headwise import pipelines
 from headwise._checks import need
-from headwise.cli import show
+from headwise.cli import edge, show
 from headwise.observe import dashboards
 
 # No `from __future__ import annotations` here: typer reads annotations, and some name what exists only inside `_app`.
@@ -26,8 +26,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: the arguments after the program's name; None takes the process's own.
 
     Raises:
-        SystemExit: always: 0 done, 1 a file could not be written, 2 wrong usage, wrong input or no extra, 130
-            interrupted.
+        SystemExit: always: 0 done, 1 a file could not be written, or does not do what the model does, 2 wrong usage,
+            wrong input or no extra, 130 interrupted.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -52,6 +52,8 @@ def _one_line_errors() -> Iterator[None]:
         message, code = re.sub(r"^(headwise|\w+:) ", "", str(error)), 2
     except OSError as error:
         message, code = f"a file could not be read or written: {error}", 1
+    except pipelines.NotWrittenError as error:
+        message, code = re.sub(r"^\w+: ", "", str(error)), 1
     except KeyboardInterrupt:
         message, code = "interrupted", 130
     print(f"headwise: {message}", file=sys.stderr)
@@ -71,7 +73,14 @@ def _app() -> Any:
     typer = need("typer", "cli")
     need("rich", "cli")
 
+    def path_of(given: str | Path) -> Path:
+        if not str(given):  # of a variable that is not set, for instance: it would be the current folder
+            raise typer.BadParameter("must name a file or a folder; got an empty path")
+        return Path(given)
+
     def option(text: str, *names: str, **rules: Any) -> Any:
+        if "--output" in names:
+            rules |= {"parser": path_of, "metavar": "PATH"}
         return typer.Option(*names, help=text, **rules)
 
     # Words that several commands share.
@@ -226,7 +235,7 @@ def _app() -> Any:
         show.inspection(found, as_json)
 
     app.callback()(root)
-    commands = (
+    commands: tuple[tuple[Any, Any], ...] = (
         (app, demo),
         (train, classify),
         (app, evaluate),
@@ -234,6 +243,7 @@ def _app() -> Any:
         (app, inspect),
         (app, heatmap),
         (app, dashboard),
+        *((app, command) for command in edge.commands(option, typer, _program)),
     )
     for group, command in commands:
         # Inside of typer, which has a word of its own for an interruption; a ContextDecorator keeps the signature.

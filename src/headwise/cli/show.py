@@ -12,7 +12,17 @@ from typing import Any
 from headwise._checks import counted, need
 from headwise.observe.picture import plain
 from headwise.observe.snapshot import Snapshot
-from headwise.pipelines import Evaluation, Inspection, Prediction, Progress, TrainResult
+from headwise.pipelines import (
+    Comparison,
+    Evaluation,
+    Exported,
+    Form,
+    Inspection,
+    Prediction,
+    Progress,
+    Quantization,
+    TrainResult,
+)
 
 
 @contextmanager
@@ -39,6 +49,24 @@ def progress(silent: bool) -> Iterator[Callable[[Progress], None]]:
     finally:
         if bar.live.is_started:
             bar.stop()
+
+
+@contextmanager
+def status(silent: bool) -> Iterator[Callable[[str], None]]:
+    """Show on stderr what is being done; gives what is to be called with it."""
+    console = need("rich.console", "cli").Console(stderr=True)
+    shown = need("rich.status", "cli").Status("", console=console)
+
+    def update(now: str) -> None:
+        if not silent:
+            shown.start()  # not before: a job that is refused shows its one line
+            shown.update(now)
+
+    try:
+        yield update
+    finally:
+        if not silent:
+            shown.stop()
 
 
 def training(result: TrainResult, as_json: bool) -> None:
@@ -101,6 +129,87 @@ def inspection(found: Inspection, as_json: bool) -> None:
     if found.files:
         print()
     files(found.files, False)
+
+
+def quantization(found: Quantization, as_json: bool) -> None:
+    """Print what became int8, and what that did."""
+    if as_json:
+        _json(dataclasses.asdict(found))
+        return
+    how = "inputs scaled by each call"
+    if found.num_calibration:
+        how = f"calibrated with {counted(found.num_calibration, 'series', 'series')}"
+    share = found.int8_bytes / found.float_bytes
+    rows = [
+        ("int8", f"{found.num_int8} of {counted(found.num_int8 + found.num_float, 'linear')} ({found.kind}, {how})"),
+        ("size", f"{found.float_bytes:,} bytes before, {found.int8_bytes:,} now ({share:.2f})"),
+    ]
+    if found.weight_bits != 8:
+        rows.append(("weights", f"{found.weight_bits} bits"))
+    if found.equalized:
+        rows.append(("equalized", "yes, ranges of channels were evened out first"))
+    if found.before is not None and found.after is not None:
+        before, after = (
+            f"{one.accuracy:.1%} ({sum(score.num_right for score in one.classes)} of {one.num_series} series)"
+            for one in (found.before, found.after)
+        )
+        rows.append(("accuracy", f"{before} before, {after} now"))
+    if found.measured_on is not None:
+        rows.append(("other class", f"{found.num_changed} of {counted(found.num_series, 'series', 'series')}"))
+        rows.append(("measured on", found.measured_on))
+    _rows(*rows)
+    if found.before is not None and found.before.num_learnt:
+        print(
+            "\nNote: the model was trained on that file, so these are not the accuracies on new series;\n"
+            "      --test FILE measures those.\n"
+        )
+    files(found.files, False)
+
+
+def export(found: Exported, as_json: bool) -> None:
+    """Print what the exporter found out about the file."""
+    if as_json:
+        _json({**dataclasses.asdict(found), "error": found.report.error, "size_ratio": found.report.size_ratio})
+        return
+    print(found.report)
+    if found.num_series:
+        told = counted(found.num_series, "series", "series")
+        print(f"  of {told}, each alone, the file names {found.num_changed} otherwise than the model")
+    print()
+    files(found.files, False)
+
+
+def comparison(found: Comparison, as_json: bool) -> None:
+    """Print a line a form."""
+    if as_json:
+        _json(dataclasses.asdict(found))
+        return
+    series = counted(found.num_series, "series", "series") if found.num_series else "made-up series"
+    print(
+        f"{series}, {found.steps[0]} to {found.steps[1]} steps; {counted(found.threads, 'thread')}; medians of "
+        f"{counted(found.rounds, 'round')} in turns;\nratios to torch's float model, above 1 is faster"
+    )
+    columns = ("bytes", "of float", "one series", "ms", "batch of 32", "series/s", "accuracy", "other class")
+    table = _table(texts=("runtime", "model"), numbers=columns)
+    for form in found.forms:
+        table.add_row(form.runtime, form.kind, *_cells(form, found.forms[0]))
+    _print(table)
+    for missing in found.missing:
+        print(f"left out: {missing}")
+    _rows(*found.machine.items())
+
+
+def _cells(form: Form, first: Form) -> tuple[str, ...]:
+    return (
+        f"{form.bytes:,}",
+        f"{form.bytes / first.bytes:.2f}",
+        f"{form.speed:.2f}x",
+        f"{1000 * form.latency:.2f}",
+        "-" if form.batch_speed is None else f"{form.batch_speed:.2f}x",
+        "-" if form.throughput is None else f"{form.throughput:,.0f}",
+        "-" if form.accuracy is None else f"{form.accuracy:.1%}",
+        "-" if form.num_changed is None else str(form.num_changed),
+    )
 
 
 def attention(snapshot: Snapshot, num_series: int) -> None:

@@ -226,7 +226,7 @@ class SeriesEmbedding(nn.Module):
             x_BLX = x_BLX.masked_fill(padding_BL[..., None], 0.0)
         (kernel_size,), (stride,) = self.conv.kernel_size, self.conv.stride
         length = x_BLX.shape[1]
-        num_positions = -(-length // stride)
+        num_positions = (length + stride - 1) // stride  # of numbers above 0: ONNX rounds a quotient below 0 upwards
         before = (kernel_size - stride) // 2
         after = (num_positions - 1) * stride + kernel_size - length - before
         x_BPD = self.conv(F.pad(x_BLX.mT, (before, after))).mT

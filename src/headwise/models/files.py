@@ -2,7 +2,8 @@
 
 No code and no import path is ever read from a file: a config names one of the classes registered here. `config.json` is
 the truth: it names the weights by their hash and is replaced last, in one step, so that a folder holds the old model or
-the new one, whenever a save is interrupted.
+the new one, whenever a save is interrupted. A config of version 2 says which linears are int8; a float model is of
+version 1, as it always was.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from torch import Tensor, nn
 from headwise._checks import invalid, need
 from headwise._files import whole
 from headwise.models.classifier import SequenceClassifier
+from headwise.models.int8 import Kinds, check_kinds, kinds_of, make_int8, wrong_numbers
+from headwise.quant.fake import FakeQuantLinear
 
 _CLASSES: dict[str, type[nn.Module]] = {"SequenceClassifier": SequenceClassifier}
 _FORMAT = "headwise model"
-_VERSION = 1
+_FLOAT, _INT8 = 1, 2  # versions: a headwise that does not know int8 says that a newer one may read it
 _WEIGHTS = re.compile(r"weights-[0-9a-f]{16}\.safetensors")
 _PART = re.compile(r"\.(weights-[0-9a-f]{16}|config)\.[0-9a-f]{8}\.part\.\w+")
 _KEYS = {"format", "version", "class", "arguments", "weights"}
@@ -35,17 +38,20 @@ def save(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
     """Write a model of headwise to a folder, whole or not at all.
 
     Args:
-        model: a `SequenceClassifier`, in any dtype and on any device; not changed.
+        model: a `SequenceClassifier`, in any dtype and on any device, or one that `headwise.quantize` or
+            `headwise.convert` made int8; not changed.
         directory: the folder, made if needed. A model that it holds is replaced; other files are left alone.
 
     Returns:
-        The folder. In it: `config.json`, the class and its arguments, and `weights-HASH.safetensors`.
+        The folder. In it: `config.json`, the class, its arguments and which linears are int8, and
+        `weights-HASH.safetensors`, where an int8 weight takes one byte.
 
     Raises:
         ImportError: safetensors is missing; nothing was written.
         OSError: the disk is full, and the like; a model that stood there before still does.
         ValueError: another class, a model whose parameters are no longer those its arguments make or hold no numbers,
-            or a `directory` that is a file.
+            one between `headwise.prepare_qat` and `headwise.convert`, an int8 model with other numbers or dtypes than
+            quantizing makes (by `.half()`), or a `directory` that is a file. What stood there before still does.
 
     Cost: two copies of the weights in memory.
     """
@@ -58,19 +64,26 @@ def save(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
         raise invalid("save", "directory", "be a folder", folder)
     arguments: Any = model.config
     state: dict[str, Any] = model.state_dict()
-    _same_parameters("save", "model", state, _bare(name, arguments))
+    if any(isinstance(module, FakeQuantLinear) for module in model.modules()):
+        rule = "be trained to its end: convert it first (headwise.convert), or save its state_dict() to go on later"
+        raise invalid("save", "model", rule, "one that headwise.prepare_qat prepared")
+    kinds = kinds_of(model)
+    bare = _bare(name, arguments, kinds)
+    _same_parameters("save", "model", state, bare)
     if any(value.is_meta for value in state.values()):
         raise invalid("save", "model", "hold numbers", "a model on the meta device")
+    _same_numbers("save", "model", state, bare, "; quantize it in float32, and change nothing of it after that")
     state = {key: value.detach().to("cpu", copy=True).contiguous() for key, value in state.items()}
     weights: bytes = codec.save(state)
     digest = hashlib.sha256(weights).hexdigest()
     file_name = f"weights-{digest[:16]}.safetensors"
     config = {
         "format": _FORMAT,
-        "version": _VERSION,
+        "version": _INT8 if kinds else _FLOAT,
         "class": name,
         "arguments": arguments,
         "weights": {"file": file_name, "sha256": digest},
+        **({"int8": kinds} if kinds else {}),
     }
     folder.mkdir(parents=True, exist_ok=True)
     weights_file, config_file = folder / file_name, folder / "config.json"
@@ -99,7 +112,8 @@ def load(directory: str | os.PathLike[str], *, device: torch.device | str | int 
         device: to put the model on.
 
     Returns:
-        The model, in eval mode, in the dtype that it was saved in, its numbers equal to the bit.
+        The model, in eval mode, in the dtype that it was saved in, its numbers equal to the bit. An int8 model is int8
+        again, without calibration, and gives the same outputs to the bit.
 
     Raises:
         ImportError: safetensors is missing.
@@ -136,16 +150,15 @@ def load(directory: str | os.PathLike[str], *, device: torch.device | str | int 
         Exception
     ) as error:  # whatever a file that was made by hand brings out of the library: it is the file's fault
         raise _refused(weights_file, "be a safetensors file", str(error)) from error
-    for name, value in state.items():
-        if not value.is_floating_point():
-            raise _refused(weights_file, "hold floating parameters", f"{value.dtype} for {name!r}")
+    kinds: Kinds = config.get("int8", {})
     try:
         _possible(config["class"], config["arguments"], state)
-        model = _bare(config["class"], config["arguments"])
+        model = _bare(config["class"], config["arguments"], kinds)
     except (TypeError, ValueError) as error:
         rule = f"hold arguments that {config['class']} takes"
         raise _refused(config_file, rule, str(error)) from error
     _same_parameters("load", str(weights_file), state, model)
+    _same_numbers("load", str(weights_file), state, model)
     model.load_state_dict(state, assign=True)
     return model.to(device).eval()
 
@@ -159,10 +172,13 @@ def weights_of(directory: str | os.PathLike[str]) -> Path | None:
         return None
 
 
-def _bare(name: str, arguments: dict[str, Any]) -> nn.Module:
+def _bare(name: str, arguments: dict[str, Any], kinds: Kinds) -> nn.Module:
     """The model without memory for its weights; draws no random numbers either."""
     with torch.device("meta"):
-        return _CLASSES[name](**arguments)
+        model = _CLASSES[name](**arguments)
+    if kinds:
+        make_int8(model, kinds)
+    return model
 
 
 def _possible(class_name: str, arguments: dict[str, Any], state: dict[str, Tensor]) -> None:
@@ -199,6 +215,22 @@ def _same_parameters(function: str, argument: str, state: dict[str, Any], model:
         raise invalid(function, argument, rule, what)
 
 
+def _same_numbers(function: str, argument: str, state: dict[str, Any], model: nn.Module, cure: str = "") -> None:
+    """Hold that parameters are floating, in any dtype, and that int8 linears hold what a quantization makes."""
+    kinds = kinds_of(model)
+    for key, wanted in model.state_dict().items():
+        dtype = state[key].dtype
+        if key.rpartition(".")[0] in kinds:
+            if dtype != wanted.dtype:
+                raise invalid(function, argument, f"hold {key!r} as {wanted.dtype}{cure}", dtype)
+        elif not dtype.is_floating_point or (kinds and dtype != torch.float32):
+            rule = "hold float32 parameters beside int8 ones" if kinds else "hold floating parameters"
+            raise invalid(function, argument, rule + cure, f"{dtype} for {key!r}")
+    if wrong := wrong_numbers(state, kinds):
+        rule = f"hold int8 weights in +-127, scales above 0 and zero points in [0, 255]{cure}"
+        raise invalid(function, argument, rule, wrong)
+
+
 def _read_config(path: Path) -> dict[str, Any]:
     """Read and check the config down to what is used of it."""
     if not path.parent.is_dir():
@@ -214,11 +246,14 @@ def _read_config(path: Path) -> dict[str, Any]:
         raise _refused(path, "be JSON", f"{error}") from error
     if not isinstance(config, dict) or config.get("format") != _FORMAT:
         raise _refused(path, f"be written by headwise.save and hold 'format': {_FORMAT!r}", "another file")
-    if type(config.get("version")) is not int or config["version"] != _VERSION:
-        rule = f"be of version {_VERSION}, the one that this headwise reads; a newer headwise may read it"
+    if type(config.get("version")) is not int or config["version"] not in (_FLOAT, _INT8):
+        rule = f"be of version {_FLOAT} or {_INT8}, those that this headwise reads; a newer headwise may read it"
         raise _refused(path, rule, repr(config.get("version")))
-    if set(config) != _KEYS or not isinstance(config["arguments"], dict) or not isinstance(config["weights"], dict):
-        raise _refused(path, f"hold exactly {sorted(_KEYS)}, the last two as objects", sorted(config))
+    keys = _KEYS | {"int8"} if config["version"] == _INT8 else _KEYS
+    if set(config) != keys or not isinstance(config["arguments"], dict) or not isinstance(config["weights"], dict):
+        raise _refused(path, f"hold exactly {sorted(keys)}, arguments and weights as objects", sorted(config))
+    if "int8" in keys and not check_kinds(config["int8"]):
+        raise _refused(path, "name its int8 linears, each 'static' or 'dynamic'", f"{config['int8']!r:.80}")
     if config["class"] not in list(_CLASSES):
         raise _refused(path, f"name a class that is registered: {sorted(_CLASSES)}", repr(config["class"]))
     file_name, digest = config["weights"].get("file"), config["weights"].get("sha256")

@@ -272,7 +272,8 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "deep config": (text("[" * 100_000), r"config\.json must be JSON; got "),
     "a list": (text("[]"), r"config\.json must be written by headwise\.save"),
     "foreign config": (text('{"model_type": "bert"}'), r"config\.json must be written by headwise\.save"),
-    "newer": (key("version", 2), r"config\.json must be of version 1, .* a newer headwise may read it; got 2"),
+    "newer": (key("version", 3), r"config\.json must be of version 1 or 2, .* a newer headwise may read it; got 3"),
+    "int8 without its names": (key("version", 2), r"config\.json must hold exactly .*'int8'.*; got \['arguments', 'c"),
     "other keys": (key("run", "rm"), r"config\.json must hold exactly \['arguments', .*got \[.*'run'"),
     "arguments are a list": (key("arguments", [3]), r"config\.json must hold exactly "),
     "unknown class": (
@@ -303,7 +304,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         r"must hold arguments .*class_names must be 3 dif",
     ),
     "norm_first is text": (argument("norm_first", "no"), r"must hold arguments .*norm_first must be one of"),
-    "version is true": (key("version", True), r"must be of version 1, .*got True"),
+    "version is true": (key("version", True), r"must be of version 1 or 2, .*got True"),
     "no hash": (
         lambda folder: edit(folder, lambda config: config["weights"].pop("sha256") and None),
         r"config\.json must hold the SHA-256 of the weights; got None",

@@ -1,21 +1,18 @@
-"""Whole jobs as functions; the command line is a thin shell over them.
+"""Classifiers of time series: train, test, predict, look inside.
 
-Each job reads all that it needs before it computes, and checks where it will write, so that a mistake costs no time and
-leaves no file. Axis letters: B batch, H heads, L positions, P positions that attend, X channels, Y classes.
+Axis letters: B batch, H heads, L positions, P positions that attend, X channels, Y classes.
 """
 
 from __future__ import annotations
 
 import csv
 import dataclasses
-import hashlib
 import json
 import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -27,18 +24,29 @@ from torch.utils.data import DataLoader
 
 from headwise._checks import invalid, need
 from headwise._files import whole
-from headwise.data.samples import Series, collate, japanese_vowels, pad
+from headwise.data.samples import Series, collate, japanese_vowels
 from headwise.data.timeseries import read_series
 from headwise.models.classifier import SequenceClassifier, SeriesEmbedding
-from headwise.models.files import load, save, weights_of
+from headwise.models.files import save, weights_of
 from headwise.observe.heatmap import AttentionMap, heatmap
 from headwise.observe.merge import merged
 from headwise.observe.monitor import watch
 from headwise.observe.snapshot import Snapshot
+from headwise.pipelines.shared import (
+    BATCH,
+    Evaluation,
+    load_classifier,
+    logits_of,
+    made_folder,
+    num_learnt,
+    read_labelled,
+    same_time,
+    scored,
+    sha256_of,
+    threads_for,
+)
 
-_BATCH = 32  # series a step, in training and after it
 _MOST_POSITIONS = 128  # longer series are cut into strides, as attention costs the square
-_SHORT = 64  # steps of series that one thread computes as fast as two
 _HELD_OUT = 0.2
 
 
@@ -56,47 +64,6 @@ class Progress(NamedTuple):
     epochs: int
     loss: float
     accuracy: float
-
-
-@dataclass(frozen=True)
-class ClassScore:
-    """How one class fared.
-
-    Attributes:
-        name: of the class.
-        num_series: series of this class.
-        num_right: how many of them were named so.
-        recall: num_right / num_series; None if there is no such series.
-        precision: num_right / the number that were named so; None if none was.
-    """
-
-    name: str
-    num_series: int
-    num_right: int
-    recall: float | None
-    precision: float | None
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """How a model fared on labelled series.
-
-    Attributes:
-        accuracy: the share named right, 0 to 1.
-        majority: the share that would be right if each were named as the most frequent class here.
-        num_series: N.
-        classes: one score for each class of the model.
-        confusion: Y rows of Y counts: row the true class, column the predicted one.
-        num_learnt: how many of these series the model was trained on, as far as is known: the very file that
-            `train_classifier` was given is recognised, by its SHA-256.
-    """
-
-    accuracy: float
-    majority: float
-    num_series: int
-    classes: tuple[ClassScore, ...]
-    confusion: tuple[tuple[int, ...], ...]
-    num_learnt: int = 0
 
 
 @dataclass(frozen=True)
@@ -186,12 +153,12 @@ def demo(
     need("matplotlib", "observe")  # before the training, not after it
     need("safetensors.torch", "models")
     train, test = japanese_vowels()
-    with _folder("demo", output):
+    with made_folder("demo", output):
         model = _fit("demo", train, seed, epochs, progress)
-        logits_NY = _logits("demo", model, test)
+        logits_NY = logits_of("demo", model, test)
         save(model, output / "model")
-        again = _load_classifier("demo", output / "model")
-        if not torch.equal(_logits("demo", again, test), logits_NY):
+        again = load_classifier("demo", output / "model")
+        if not torch.equal(logits_of("demo", again, test), logits_NY):
             raise RuntimeError("demo: the model that was saved and loaded again gives other logits")
         # The longest utterance shows most, so it is the picture; the page has one utterance of each speaker.
         longest = max(range(len(test)), key=lambda index: len(test.values[index]))
@@ -202,7 +169,7 @@ def demo(
             model,
             output / "model",
             train,
-            evaluation=_score(model.class_names, logits_NY, test),
+            evaluation=scored(model.class_names, logits_NY, test),
             tested_on="the official test split",
             epochs=epochs,
             seed=seed,
@@ -250,13 +217,13 @@ def train_classifier(
         train, held_out = _split(given, seed)
         tested_on = "a fifth of each class, held out"
     else:
-        train, held_out = given, _read_labelled("train_classifier", test, given.class_names, given.channel_names)
+        train, held_out = given, read_labelled("train_classifier", test, given.class_names, given.channel_names)
         tested_on = f"{test}"
     if epochs is None:
-        epochs = max(30, -(-400 * _BATCH // len(train)))
-    with _folder("train_classifier", output):
+        epochs = max(30, -(-400 * BATCH // len(train)))
+    with made_folder("train_classifier", output):
         model = _fit("train_classifier", train, seed, epochs, progress)
-        evaluation = _score(model.class_names, _logits("train_classifier", model, held_out), held_out)
+        evaluation = scored(model.class_names, logits_of("train_classifier", model, held_out), held_out)
         save(model, output)
         return _report(
             model,
@@ -285,11 +252,11 @@ def evaluate(directory: str | os.PathLike[str], data: str | os.PathLike[str]) ->
         ImportError: safetensors is missing.
         ValueError: no model there, or a file that is not as it should be or has no labels.
     """
-    model = _load_classifier("evaluate", directory)
-    series = _read_labelled("evaluate", data, model.class_names, model.channel_names)
-    _same_time("evaluate", model, series, data)
-    scores = _score(model.class_names, _logits("evaluate", model, series), series)
-    return dataclasses.replace(scores, num_learnt=_num_learnt(Path(directory), data, len(series)))
+    model = load_classifier("evaluate", directory)
+    series = read_labelled("evaluate", data, model.class_names, model.channel_names)
+    same_time("evaluate", model, series, data)
+    scores = scored(model.class_names, logits_of("evaluate", model, series), series)
+    return dataclasses.replace(scores, num_learnt=num_learnt(Path(directory), data, len(series)))
 
 
 def predict(
@@ -313,11 +280,11 @@ def predict(
     """
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
         raise invalid("predict", "output", "be a file in a folder that exists", output)
-    model = _load_classifier("predict", directory)
+    model = load_classifier("predict", directory)
     series = read_series(data, channel_names=model.channel_names)
-    _same_time("predict", model, series, data)
+    same_time("predict", model, series, data)
     predictions = []
-    probabilities_NY = _logits("predict", model, series).softmax(-1).tolist()
+    probabilities_NY = logits_of("predict", model, series).softmax(-1).tolist()
     for name, probability_Y in zip(series.names, probabilities_NY, strict=True):
         by_name = dict(zip(model.class_names, probability_Y, strict=True))
         predicted = max(by_name, key=by_name.__getitem__)
@@ -357,8 +324,8 @@ def draw_attention(
     """
     need("matplotlib", "observe")
     model, _, chosen = _to_look_at("draw_attention", directory, data, series)
-    maps = _attention_maps(model, chosen, range(len(chosen)), _logits("draw_attention", model, chosen))
-    with _folder("draw_attention", output):
+    maps = _attention_maps(model, chosen, range(len(chosen)), logits_of("draw_attention", model, chosen))
+    with made_folder("draw_attention", output):
         files = [heatmap(maps, output / "attention.html")]
         taken: set[str] = set()
         for name, one in zip(chosen.names, maps, strict=True):
@@ -398,10 +365,10 @@ def inspect_attention(
     """
     function = "inspect_attention"
     model, given, chosen = _to_look_at(function, directory, data, series)
-    logits_NY = _logits(function, model, given)  # all of them: an overflow has a name then
+    logits_NY = logits_of(function, model, given)  # all of them: an overflow has a name then
     if output is None:
         return Inspection(len(given), _watched(model, given), ())
-    with _folder(function, output):
+    with made_folder(function, output):
         snapshot = _watched(model, given)
         shown = [given.names.index(name) for name in chosen.names]
         page = heatmap(_attention_maps(model, given, shown, logits_NY), output / "attention.html")
@@ -412,13 +379,13 @@ def _to_look_at(
     function: str, directory: str | os.PathLike[str], data: str | os.PathLike[str], names: Sequence[str]
 ) -> tuple[SequenceClassifier, Series, Series]:
     """A model, all series of a file, and those of them that are to be drawn."""
-    model = _load_classifier(function, directory)
+    model = load_classifier(function, directory)
     given = read_series(data, channel_names=model.channel_names)
     unknown = [name for name in names if name not in given.names]
     if unknown:
         known = f"{given.names[0]!r} to {given.names[-1]!r}"
         raise invalid(function, "series", f"be names of the {len(given)} series in {data}, {known}", unknown)
-    _same_time(function, model, given, data)
+    same_time(function, model, given, data)
     indices = [given.names.index(name) for name in dict.fromkeys(names)]
     if not indices:
         indices = ([0] if given.labels is None else _one_of_each_class(given))[:6]
@@ -431,7 +398,7 @@ def _watched(model: SequenceClassifier, series: Series) -> Snapshot:
     A monitor for each: its readings are of late forwards and of one sample of a batch, and here all count.
     """
     seen = []
-    with _threads_for(series, at_once=1), torch.inference_mode():
+    with threads_for(series, at_once=1), torch.inference_mode():
         for values_LX in series.values:
             with watch(model, budget=math.inf, rows=-(-len(values_LX) // model.stride)) as monitor:
                 model(values_LX[None])
@@ -448,7 +415,7 @@ def _fit(
     if epochs < 1:
         raise invalid(function, "epochs", "be at least 1", epochs)
     stride = -(-max(map(len, train.values)) // _MOST_POSITIONS)
-    with _threads_for(train), torch.random.fork_rng(devices=[]):
+    with threads_for(train), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # the CPU's alone: `torch.manual_seed` would reseed every GPU as well
         model = SequenceClassifier(
             len(train.class_names),
@@ -462,7 +429,7 @@ def _fit(
         )
         assert isinstance(model.embedding, SeriesEmbedding)
         model.embedding.fit_scale(train.values)
-        batches = DataLoader(train, batch_size=_BATCH, shuffle=True, collate_fn=collate)
+        batches = DataLoader(train, batch_size=BATCH, shuffle=True, collate_fn=collate)
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=epochs * len(batches))
         model.train()
@@ -484,41 +451,6 @@ def _fit(
     return model.eval()
 
 
-def _logits(function: str, model: SequenceClassifier, series: Series) -> Tensor:
-    """Logits of all series, (N, Y), a padded batch at a time.
-
-    Raises:
-        ValueError: a series overflows in the model; NaN would be counted as the first class.
-    """
-    with _threads_for(series), torch.inference_mode():
-        parts = [model(*pad(series.values[i : i + _BATCH])) for i in range(0, len(series), _BATCH)]
-    logits_NY = torch.cat(parts)
-    if not logits_NY.isfinite().all():
-        index = int((~logits_NY.isfinite()).any(1).nonzero()[0])
-        greatest = float(series.values[index].abs().max())
-        rule = f"hold values that the model can compute with; series {series.names[index]!r} overflows"
-        raise invalid(function, "data", rule, f"values up to {greatest:g} there")
-    return logits_NY
-
-
-def _score(class_names: Sequence[str], logits_NY: Tensor, series: Series) -> Evaluation:
-    assert series.labels is not None
-    num_classes = len(class_names)
-    pairs_N = series.labels * num_classes + logits_NY.argmax(-1)
-    confusion_YY = torch.bincount(pairs_N, minlength=num_classes**2).view(num_classes, num_classes)
-    right_Y, true_Y, named_Y = confusion_YY.diag().tolist(), confusion_YY.sum(1).tolist(), confusion_YY.sum(0).tolist()
-    return Evaluation(
-        accuracy=sum(right_Y) / len(series),
-        majority=max(true_Y) / len(series),
-        num_series=len(series),
-        classes=tuple(
-            ClassScore(name, true, right, right / true if true else None, right / named if named else None)
-            for name, right, true, named in zip(class_names, right_Y, true_Y, named_Y, strict=True)
-        ),
-        confusion=tuple(tuple(row) for row in confusion_YY.tolist()),
-    )
-
-
 def _attention_maps(
     model: SequenceClassifier, series: Series, indices: Sequence[int], logits_NY: Tensor
 ) -> list[AttentionMap]:
@@ -526,7 +458,7 @@ def _attention_maps(
     maps = []
     for index in indices:
         values_LX = series.values[index]
-        with _threads_for(series), torch.inference_mode():
+        with threads_for(series), torch.inference_mode():
             _, weights = model(values_LX[None], need_weights=True)
         said = f"predicted {model.class_names[int(logits_NY[index].argmax())]}"
         if series.labels is not None:
@@ -567,31 +499,6 @@ def _split(series: Series, seed: int) -> tuple[Series, Series]:
     return series.subset(kept), series.subset(sorted(held_out))
 
 
-def _read_labelled(
-    function: str, path: str | os.PathLike[str], class_names: Sequence[str], channel_names: Sequence[str]
-) -> Series:
-    series = read_series(path, class_names=class_names, channel_names=channel_names)
-    if series.labels is None:
-        raise invalid(function, "data", "hold a label for each series; `predict` needs none", f"none, in {path}")
-    return series
-
-
-def _load_classifier(function: str, directory: str | os.PathLike[str]) -> SequenceClassifier:
-    model = load(directory)
-    if not isinstance(model, SequenceClassifier) or model.num_channels is None:
-        rule = "hold a classifier of time series"
-        raise invalid(function, "directory", rule, f"{type(model).__name__}, in {directory}")
-    return model
-
-
-def _same_time(function: str, model: SequenceClassifier, series: Series, data: str | os.PathLike[str]) -> None:
-    """Hold that a step is as long as it was in training; the model sees steps, and would not notice."""
-    (one, unit), (other, other_unit) = (model.config["interval"], model.config["unit"]), (series.interval, series.unit)
-    if "step" not in (unit, other_unit) and (unit != other_unit or abs(one - other) > 0.01 * one):
-        rule = f"have a row each {one:g} {unit}, as in training; resample it, or drop the time column"
-        raise invalid(function, "data", rule, f"{other:g} {other_unit}, in {data}")
-
-
 def _report(
     model: SequenceClassifier,
     directory: Path,
@@ -620,55 +527,7 @@ def _report(
     report = dataclasses.asdict(result)
     del report["files"], report["attention"]
     report |= {"weights": weights.name, "data": None if data is None else os.fspath(data)}
-    report |= {"data_sha256": None if data is None else _sha256(data), "trained_on": list(train.names)}
+    report |= {"data_sha256": None if data is None else sha256_of(data), "trained_on": list(train.names)}
     with whole(path) as part:
         part.write_text(json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
     return result
-
-
-def _num_learnt(directory: Path, data: str | os.PathLike[str], num_series: int) -> int:
-    """How many of the file's series were trained on, if the report tells: a report of other weights does not."""
-    weights = weights_of(directory)
-    try:
-        report = json.loads((directory / "report.json").read_text(encoding="utf-8"))
-        known = weights is not None and report["weights"] == weights.name and report["data_sha256"] == _sha256(data)
-        return min(len(report["trained_on"]), num_series) if known else 0
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0  # models that `headwise.save` wrote have none
-
-
-def _sha256(path: str | os.PathLike[str]) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@contextmanager
-def _folder(function: str, path: Path) -> Iterator[None]:
-    """Make a folder for what is to come, and take it away again if nothing came."""
-    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise invalid(function, "output", "be a folder that can be made", f"{path} ({error.strerror})") from error
-    if not os.access(path, os.W_OK):
-        raise invalid(function, "output", "be a folder that can be written to", path)
-    try:
-        yield
-    except BaseException:
-        for folder in missing:
-            if any(folder.iterdir()):
-                break
-            folder.rmdir()
-        raise
-
-
-@contextmanager
-def _threads_for(series: Series, at_once: int = _BATCH) -> Iterator[None]:
-    """Compute short series in one thread: as fast for such batches, and several times faster on a busy machine."""
-    before = torch.get_num_threads()
-    if max(map(len, series.values)) * at_once <= _SHORT * _BATCH:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

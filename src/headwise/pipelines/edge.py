@@ -1,0 +1,288 @@
+"""From a trained classifier to a file on a small machine: make it int8, and write it for another runtime.
+
+Axis letters: B batch, L positions, N series, X channels, Y classes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headwise._checks import invalid
+from headwise._files import whole
+from headwise.data.samples import Series
+from headwise.data.timeseries import read_series
+from headwise.models.classifier import SequenceClassifier
+from headwise.models.files import save
+from headwise.pipelines import runners
+from headwise.pipelines.shared import (
+    Evaluation,
+    able,
+    bytes_of,
+    files_of,
+    known_report,
+    load_classifier,
+    logits_of,
+    made_folder,
+    num_learnt,
+    padded_batches,
+    read_labelled,
+    same_time,
+    scored,
+    threads_for,
+)
+from headwise.quant.quantize import quantize, report
+
+FORMATS = {"onnx": ".onnx", "executorch": ".pte"}
+_RUNTIMES = {"onnx": "onnxruntime", "executorch": "executorch"}
+_KEPT = ("data", "data_sha256", "trained_on", "seed", "epochs")  # of the report of the training
+_TRIED = 500  # series of a file that an exported model is run on beside torch
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """What became of a classifier in int8.
+
+    Attributes:
+        kind: "static" with calibration, "dynamic" without.
+        num_int8: linears that were turned.
+        num_float: linears that were not.
+        num_calibration: series of the calibration; 0 without.
+        float_bytes: of the files of the model, `config.json` and the weights.
+        int8_bytes: of the files of the int8 model.
+        before: scores of the float model; None without labels to score by.
+        after: scores of the int8 model on the same series.
+        num_series: series that both models were run on.
+        num_changed: those of them that int8 names otherwise.
+        measured_on: the file that these are from; None: there was none.
+        files: what was written.
+        equalized: ranges were spread evenly over channels first.
+        weight_bits: 8, or 7 with weights of reduced range.
+    """
+
+    kind: str
+    num_int8: int
+    num_float: int
+    num_calibration: int
+    float_bytes: int
+    int8_bytes: int
+    before: Evaluation | None
+    after: Evaluation | None
+    num_series: int
+    num_changed: int
+    measured_on: str | None
+    files: tuple[Path, ...]
+    equalized: bool = False
+    weight_bits: int = 8
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A classifier as a file for another runtime.
+
+    Attributes:
+        format: "onnx" or "executorch".
+        report: of the exporter, which ran the file beside the model.
+        says: what a program that runs the file needs to know: classes, channels, time, inputs and output.
+        num_series: series of the data file that the written file was run on, each alone; 0 without a data file.
+        num_changed: those of them that it names otherwise than the model.
+        files: what was written; beside a .pte file, which has no place for it, `says` as JSON.
+    """
+
+    format: str
+    report: Any
+    says: dict[str, Any]
+    num_series: int
+    num_changed: int
+    files: tuple[Path, ...]
+
+
+def quantize_classifier(
+    directory: str | os.PathLike[str],
+    output: Path,
+    *,
+    data: str | os.PathLike[str] | None = None,
+    test: str | os.PathLike[str] | None = None,
+    equalize: bool = False,
+    reduce_range: bool = False,
+) -> Quantization:
+    """Make a saved classifier int8, say what that did to it, and save it.
+
+    Args:
+        directory: where `train_classifier` or `headwise.save` put the float model.
+        output: another folder, for the int8 model, made if needed; a model that it holds is replaced at the end.
+        data: a .ts or .csv file of series like those to come, as calibration: inputs get fixed scales (static).
+            None: each call takes its own (dynamic).
+        test: a file of labelled series to score both models by. None: `data`, if it has labels.
+        equalize: spread ranges evenly over channels first, as `headwise.quantize` does it.
+        reduce_range: weights of 7 bits, for x86 processors without VNNI.
+
+    Returns:
+        What was turned, sizes and scores before and after. Of a `data` without labels, how many series change class.
+
+    Raises:
+        ImportError: safetensors is missing.
+        OSError: a file could not be written; what stood there before still does.
+        ValueError: no model there, one that is int8 already or not float32, a file that is not as it should be, values
+            so great that the model overflows, or an `output` that cannot be made or written to, or is `directory`.
+    """
+    function = "quantize_classifier"
+    model = load_classifier(function, directory)
+    if report(model).num_int8:
+        cure = "quantize the model that training wrote"
+        raise invalid(function, "directory", f"hold a float model; {cure}", f"an int8 one, in {directory}")
+    if output.resolve() == Path(directory).resolve():
+        raise invalid(function, "output", "be another folder than the float model's, which stays", output)
+    told = output / "report.json"
+    if told.exists() and not told.is_file():
+        raise invalid(function, "output", "be a folder in which report.json can be written", output)
+    calibration = None if data is None else _read(function, model, data)
+    tested, measured_on = calibration, data
+    if test is not None:
+        tested, measured_on = read_labelled(function, test, model.class_names, model.channel_names), test
+        same_time(function, model, tested, test)
+    with made_folder(function, output):
+        small = quantize(model, padded_batches(calibration), equalize=equalize, reduce_range=reduce_range)
+        assert isinstance(small, SequenceClassifier)
+        able(small)
+        before, after, num_changed = _beside(function, model, small, tested)
+        made = report(small)
+        found = Quantization(
+            kind=made.kind,
+            num_int8=made.num_int8,
+            num_float=made.num_float,
+            num_calibration=0 if calibration is None else len(calibration),
+            float_bytes=bytes_of(Path(directory)),
+            int8_bytes=0,
+            before=before,
+            after=after,
+            num_series=0 if tested is None else len(tested),
+            num_changed=num_changed,
+            measured_on=None if measured_on is None else os.fspath(measured_on),
+            files=(),
+            equalized=equalize,
+            weight_bits=made.weight_bits,
+        )
+        if before is not None and measured_on is not None:
+            learnt = num_learnt(Path(directory), measured_on, len(tested or ()))
+            before, after = (dataclasses.replace(one, num_learnt=learnt) for one in (before, after or before))
+            found = dataclasses.replace(found, before=before, after=after)
+        return _write(Path(directory), small, output, found)
+
+
+def export_classifier(
+    directory: str | os.PathLike[str],
+    output: Path,
+    *,
+    file_format: str | None = None,
+    data: str | os.PathLike[str] | None = None,
+) -> Exported:
+    """Write a saved classifier, float or int8, as a file for another runtime, and run the file beside it.
+
+    An ONNX file takes `x` (B, L, X) float32 and `padding_mask` (B, L) bool, True = padding, and gives `logits` (B, Y).
+    All that the model does to a series is inside: scales of the channels, strides, pooling over what is real. A
+    program needs no more than what `says` holds, which is in the file as metadata under the key "headwise". A .pte file
+    takes one series (1, L, X) and no mask; `says` is a JSON file beside it.
+
+    Args:
+        directory: where `train_classifier`, `quantize_classifier` or `headwise.save` put the model.
+        output: the file, `.onnx` or `.pte`, in a folder that exists. A file that is there is replaced at the end.
+        file_format: "onnx" or "executorch". None: by the suffix.
+        data: a .ts or .csv file of series; the file is tried on 500 of them at most. None: on made-up series alone.
+
+    Returns:
+        The exporter's report, and what else was found and written.
+
+    Raises:
+        ImportError: safetensors is missing, or what the format needs.
+        OSError: the file could not be written; what stood there before still does.
+        RuntimeError: the file does not give what the model gives; it was not written (`runners.NotWrittenError`).
+        ValueError: no model there, a data file that is not as it should be, or an `output` that cannot be.
+    """
+    function = "export_classifier"
+    kind = _format(function, output, file_format)
+    if not output.parent.is_dir():
+        raise invalid(function, "output", "be a file in a folder that exists", output)
+    for path in (output, *runners.beside(output, _RUNTIMES[kind])):
+        if path.exists() and not path.is_file():  # a device neither: what is written is read again, and tried
+            raise invalid(function, "output", "be a file that can be written", f"{path}, which is something else")
+    model = load_classifier(function, directory)
+    series = None if data is None else _read(function, model, data)
+    tried = None if series is None else series.subset(range(min(len(series), _TRIED)))
+    if tried is not None:
+        logits_of(function, model, tried)  # where that overflows, it is not the file's fault
+    made, says, files = runners.write(_RUNTIMES[kind], model, series, output)
+    num_series, num_changed = 0, 0
+    if tried is not None:
+        num_series, num_changed = len(tried), _changed(function, model, tried, output, kind)
+    return Exported(kind, made, says, num_series, num_changed, files)
+
+
+def _format(function: str, output: Path, given: str | None) -> str:
+    suffix = output.suffix.lower()
+    if given is None:
+        found = [name for name, own in FORMATS.items() if own == suffix]
+        if not found:
+            raise invalid(function, "output", f"end in {' or '.join(FORMATS.values())}; or give --format", output)
+        return found[0]
+    if given not in FORMATS:
+        raise invalid(function, "file_format", f"be one of {list(FORMATS)}", repr(given))
+    if suffix in FORMATS.values() and suffix != FORMATS[given]:
+        raise invalid(function, "output", f"end in {FORMATS[given]}, as the format is {given}", output)
+    return given
+
+
+def _read(function: str, model: SequenceClassifier, data: str | os.PathLike[str]) -> Series:
+    series = read_series(data, class_names=model.class_names, channel_names=model.channel_names)
+    same_time(function, model, series, data)
+    return series
+
+
+def _beside(
+    function: str, model: SequenceClassifier, small: SequenceClassifier, series: Series | None
+) -> tuple[Evaluation | None, Evaluation | None, int]:
+    """Scores of both, where there are labels, and how many series get another class."""
+    if series is None:
+        return None, None, 0
+    logits_NY, small_NY = logits_of(function, model, series), logits_of(function, small, series)
+    num_changed = int((logits_NY.argmax(-1) != small_NY.argmax(-1)).sum())
+    if series.labels is None:
+        return None, None, num_changed
+    return scored(model.class_names, logits_NY, series), scored(model.class_names, small_NY, series), num_changed
+
+
+def _write(directory: Path, small: SequenceClassifier, output: Path, found: Quantization) -> Quantization:
+    """The model and, beside it, what was done and what is known of its training, so that `evaluate` knows that too.
+
+    The report gets its name last, but all of it is on the disk before anything of an older model is replaced.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        first = save(small, Path(folder, "int8"))
+        weights, int8_bytes = files_of(first)[1].name, bytes_of(first)
+    found = dataclasses.replace(found, int8_bytes=int8_bytes)
+    known: dict[str, Any] = known_report(directory) or {}
+    told: dict[str, Any] = {key: known[key] for key in _KEPT if key in known}
+    told |= {"weights": weights, "quantized_from": os.fspath(directory), **dataclasses.asdict(found)}
+    del told["files"]
+    path = output / "report.json"
+    with whole(path) as part:
+        part.write_text(json.dumps(told, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+        save(small, output)
+    return dataclasses.replace(found, files=(*files_of(output), path))
+
+
+def _changed(function: str, model: SequenceClassifier, series: Series, path: Path, kind: str) -> int:
+    """How many series the file names otherwise than the model; each alone, as a dynamic model's batch is one range."""
+    given = [values_LX[None] for values_LX in series.values]
+    with threads_for(series, at_once=1), torch.inference_mode():
+        wanted = [int(model(x_1LX).argmax()) for x_1LX in given]
+    run = runners.RUNNERS[_RUNTIMES[kind]](path, 1)
+    got = [int(run(x_1LX).argmax()) for x_1LX in given]
+    return sum(one != other for one, other in zip(wanted, got, strict=True))
