@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import peers, wasted, watched
+from benchmarks import int8, peers, wasted, watched
 from benchmarks.cases import LARGE, LAYERS, MASKS, SHORT, SHORT_LAYER, classifier, large, layer, short
 from benchmarks.harness import Product, Row, machine, measure
 
@@ -154,6 +154,11 @@ def watched_lines(product: Product, rounds: int) -> Iterator[Line]:
         yield [row.name, *counts, f"{row.overhead:.2%}", *(f"{each:.2f}" for each in times), more], row.missed
 
 
+def int8_lines(product: Product, rounds: int) -> Iterator[Line]:
+    """An encoder layer in int8, in every runtime that is there."""
+    yield from int8.lines(rounds)
+
+
 TABLES = (
     Table(
         "large",
@@ -220,6 +225,17 @@ TABLES = (
         f"most {watched.MOST_TIMES} or {1000 * watched.MOST_MORE} ms more; `p99 of these` likewise.",
         ("model", "forwards", "observed", "overhead", "p99", "an observed one", "p99 of these", "more"),
         watched_lines,
+    ),
+    Table(
+        "int8",
+        f"An encoder layer in int8 beside torch's in float, D={int8.D}, H={int8.HEADS}, M={int8.M}, one thread",
+        "Torch's `nn.TransformerEncoderLayer` in inference mode, fast path on, over each way's time; outputs within "
+        f"{int8.MOST_ERROR:.0%} of torch's. `dynamic` and `static` are `headwise.quantize` without and with samples; "
+        "`NNCF` is OpenVINO's own quantization of the same layer. Asked for: "
+        + "; ".join(f"{floor} by {' or '.join(ways)} (T={length})" for ways, length, floor in int8.FLOORS)
+        + f"; files of at most {int8.MOST_BYTES} of float's.",
+        ("size", *int8.WAYS),
+        int8_lines,
     ),
 )
 
