@@ -18,7 +18,7 @@ BACKEND := hatchling editables
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: help test test-slow test-packages test-pretrained test-tools tools-page demo bench data accuracy format clean
+.PHONY: help test test-slow test-packages test-pretrained test-tools test-edge tools-page demo bench data accuracy format clean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-16s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -57,6 +57,15 @@ test-tools: $(VENV)/dev.stamp build/tools.stamp  ## Other people's tools (peft, 
 	PYTHONPATH=build/tools OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -r fE -m tools tests/tools tests $(ARGS)
 	$(if $(ARGS),,PYTHONPATH=build/tools $(BIN)/python -m tests.tools.page --check)
 
+build/edge.stamp: requirements-edge.txt $(VENV)/base.stamp
+	rm -rf build/edge
+	$(PIP) install -q --no-deps --target build/edge -r $<
+	@touch $@
+
+# One process: the runtimes have thread pools of their own, which wait for each other badly on shared cores.
+test-edge: $(VENV)/dev.stamp build/edge.stamp  ## Files in ExecuTorch and OpenVINO beside the model (about 200 MB to download)
+	PYTHONPATH=build/edge OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m edge tests/export $(ARGS)
+
 tools-page: $(VENV)/dev.stamp build/tools.stamp  ## Write docs/tools.md anew from the last run of make test-tools
 	PYTHONPATH=build/tools $(BIN)/python -m tests.tools.page
 
@@ -68,9 +77,9 @@ build/bench.stamp: requirements-bench.txt $(VENV)/base.stamp
 	$(PIP) install -q --no-deps --target build/bench -r $<
 	@touch $@
 
-# The packages whose attention stands beside ours; without them (python -m benchmarks.run) their cells say so.
-bench: $(VENV)/dev.stamp build/bench.stamp  ## Measure each claim beside torch's best call (20 MB to download; ARGS: python -m benchmarks.run --help)
-	PYTHONPATH=build/bench $(BIN)/python -m benchmarks.run $(ARGS)
+# The packages whose attention or int8 stands beside ours; without them (python -m benchmarks.run) their cells say so.
+bench: $(VENV)/dev.stamp build/bench.stamp build/edge.stamp  ## Measure each claim beside torch's best call (220 MB to download; ARGS: python -m benchmarks.run --help)
+	PYTHONPATH=build/bench:build/edge $(BIN)/python -m benchmarks.run $(ARGS)
 
 data: $(VENV)/base.stamp  ## Download the public data sets of requirements-data.txt to build/data, for accuracy and test-slow
 	$(PIP) download -q --no-deps --require-hashes -d build/data -r requirements-data.txt

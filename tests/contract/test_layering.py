@@ -30,7 +30,7 @@ OURS: dict[str, frozenset[str]] = {
     "core": frozenset(),
     "layers": frozenset({"core"}),
     "experts": frozenset({"core"}),
-    "models": MODEL_PARTS,
+    "models": MODEL_PARTS | {"quant"},
     "quant": MODEL_PARTS,
     "export": MODEL_PARTS | {"quant"},
     "observe": MODEL_PARTS,
@@ -45,11 +45,11 @@ OURS: dict[str, frozenset[str]] = {
 # Optional libraries, by import name. The training engine (train) and the HTTP library (serve) join once chosen.
 OPTIONAL: dict[str, frozenset[str]] = {
     "models": frozenset({"safetensors"}),
-    "export": frozenset({"onnx", "onnxruntime", "torchao", "executorch"}),
+    "export": frozenset({"sympy", "onnx_ir", "onnx", "onnxruntime", "onnxscript", "torchao", "executorch"}),
     "observe": frozenset({"prometheus_client", "matplotlib"}),
     "data": frozenset({"tokenizers"}),
     "train": frozenset({"tokenizers"}),
-    "pipelines": frozenset({"safetensors", "matplotlib"}),
+    "pipelines": frozenset({"safetensors", "matplotlib", "onnx", "onnxruntime", "executorch"}),
     "cli": frozenset({"typer", "rich"}),
 }
 

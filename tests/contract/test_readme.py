@@ -15,6 +15,7 @@ import types
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.contract.source import ROOT
@@ -22,13 +23,16 @@ from tests.contract.source import ROOT
 from headwise.cli import main
 
 READMES = ("README.md", "README.zh-CN.md")
-COMMANDS = (*READMES, "docs/classify.md")  # whose `headwise` commands run here too
+# Whose `headwise` commands run here too, and which of them must be there. What else a page has is run by tests/e2e.
+OF_CLASSIFY, OF_EDGE = {"train", "predict", "heatmap"}, {"train", "quantize", "export"}
+COMMANDS = {**dict.fromkeys((*READMES, "docs/classify.md"), OF_CLASSIFY), "docs/edge-cli.md": OF_EDGE}
 PAGES = (
     *COMMANDS,
     "docs/upgrade.md",
     "docs/attention.md",
     "docs/observe.md",
     "docs/observe-story.md",
+    "docs/edge.md",
 )  # whose code runs here too
 SHELL = ("sh", "bash", "shell", "console")
 FENCE = re.compile(r"^(?P<indent>[ \t]*)(?P<fence>`{3,}|~{3,})[ \t]*(?P<language>[\w+-]*)[^\n]*$")
@@ -114,7 +118,15 @@ def test_readmes_exist_with_python_and_shell(file: str) -> None:
     assert any(make_targets(block.code) for block in readme_blocks(file, *SHELL)), f"{file} calls no make target"
 
 
-@pytest.mark.parametrize("block", [block for file in PAGES for block in readme_blocks(file, "python")], ids=str)
+# The Chinese README's code is the English one's, which test_both_languages_have_the_same_code holds.
+def _param(value: Block | str) -> Any:
+    return pytest.param(value, marks=[pytest.mark.slow] if "zh-CN" in str(value) else [])
+
+
+PYTHON = [_param(block) for file in PAGES for block in readme_blocks(file, "python")]
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=str)
 def test_python_block_runs(block: Block, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run(block, monkeypatch, tmp_path)
 
@@ -134,7 +146,9 @@ def write_recordings(folder: Path) -> None:
     (folder / "new.csv").write_text("\n".join(["series,time (ms),acc_x,acc_y", *rows]) + "\n", "utf-8")
 
 
-@pytest.mark.parametrize("file", COMMANDS)
+@pytest.mark.parametrize(
+    "file", [pytest.param(file, marks=pytest.mark.slow if words >= OF_EDGE else ()) for file, words in COMMANDS.items()]
+)
 def test_headwise_commands_run(file: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """In their order, in one folder; trained for a moment only."""
     monkeypatch.chdir(tmp_path)
@@ -143,9 +157,9 @@ def test_headwise_commands_run(file: str, monkeypatch: pytest.MonkeyPatch, tmp_p
         shlex.split(line, comments=True)[1:]
         for block in readme_blocks(file, *SHELL)
         for line in block.code.splitlines()
-        if line.startswith("headwise ")
+        if line.startswith("headwise ") and not line.startswith("headwise benchmark")  # minutes
     ]
-    assert {words[0] for words in commands} >= {"train", "predict", "heatmap"}
+    assert {words[0] for words in commands} >= COMMANDS[file]
     for words in commands:
         with pytest.raises(SystemExit) as stopped:
             main([*words, *(["--epochs", "2"] if words[0] == "train" else [])])

@@ -77,6 +77,7 @@ def losses(model, optimizer, steps, seed):
     return torch.tensor(curve, dtype=torch.float64)
 
 
+@pytest.mark.thin(2)
 @nested
 @layouts
 @pytest.mark.parametrize("norm_first", [False, True], ids=["post-norm", "pre-norm"])

@@ -368,6 +368,7 @@ def encodes_at_once(kind, options):
     return "Decoder" not in kind and usual and options.get("batch_first", False)
 
 
+@pytest.mark.thin(2)
 @constructions
 @kinds
 def test_calls(kind, construction):

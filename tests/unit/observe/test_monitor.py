@@ -900,7 +900,7 @@ def test_a_small_budget_looks_rarely() -> None:
     with headwise.watch(model, budget=1e-9) as monitor:
         for _ in range(30):
             model(x_of())
-        assert monitor.snapshot().observed <= 2  # each layer once
+        assert monitor.snapshot().observed <= 6  # each layer once, a look in three steps at most
         assert monitor.budget == 1e-9
 
 
