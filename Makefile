@@ -64,7 +64,7 @@ build/edge.stamp: requirements-edge.txt $(VENV)/base.stamp
 
 # One process: the runtimes have thread pools of their own, which wait for each other badly on shared cores.
 test-edge: $(VENV)/dev.stamp build/edge.stamp  ## Files in ExecuTorch and OpenVINO beside the model (about 200 MB to download)
-	PYTHONPATH=build/edge OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m edge tests/export $(ARGS)
+	PYTHONPATH=build/edge OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m edge tests/export tests/e2e $(ARGS)
 
 tools-page: $(VENV)/dev.stamp build/tools.stamp  ## Write docs/tools.md anew from the last run of make test-tools
 	PYTHONPATH=build/tools $(BIN)/python -m tests.tools.page
