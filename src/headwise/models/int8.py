@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from headwise.quant.finding import find_linears, open_up
 from headwise.quant.linear import Int8Linear
-from headwise.quant.state import _MOST_BIAS, FULL, LEVELS, Int8State
+from headwise.quant.saved import empty_state
+from headwise.quant.state import FULL, LEVELS, MOST_BIAS
 
 Kinds = dict[str, str]  # the name of each int8 linear -> "static" or "dynamic"
 
@@ -34,16 +35,7 @@ def make_int8(model: nn.Module, kinds: Kinds) -> None:
     if unknown := [name for name in kinds if name not in linears]:
         raise ValueError(f"int8: {unknown[0]!r}, which is no linear of this model")
     for name, kind in kinds.items():
-        linear = linears[name]
-        with torch.device("meta"):
-            bias = torch.empty(linear.out_features, dtype=torch.int32 if kind == "static" else torch.float32)
-            state = Int8State(
-                torch.empty(linear.out_features, linear.in_features, dtype=torch.int8),
-                torch.empty(linear.out_features, dtype=torch.float32),  # whatever the default is
-                None if linear.bias is None else bias,
-                *((1.0, 0) if kind == "static" else ()),
-            )
-        Int8Linear.become(linear, state)
+        Int8Linear.become(linears[name], empty_state(linears[name], kind == "static"))
     model.requires_grad_(False)
 
 
@@ -76,6 +68,6 @@ def _wrong_static(part: dict[str, Tensor]) -> str:
     if not 0 <= int(part["input_zero_point"]) <= LEVELS:
         return f"{int(part['input_zero_point'])} in {{}}.input_zero_point"
     bias = part.get("int_bias")
-    if bias is not None and bias.numel() and int(bias.long().abs().amax()) > _MOST_BIAS:
+    if bias is not None and bias.numel() and int(bias.long().abs().amax()) > MOST_BIAS:
         return f"{int(bias.long().abs().amax())}, too great to add sums to, in {{}}.int_bias"
     return ""

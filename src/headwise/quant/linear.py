@@ -151,7 +151,9 @@ class Int8Linear(nn.Module):
             return x.new_empty(*x.shape[:-1], self.out_features)
         if self._backend == REFERENCE.name or not eager() or self.in_features == 0:
             return self._by_float(x)
-        return _run((self,), x) if x.dim() > 1 else _run((self,), x[None])[0]
+        out = _run((self,), x if x.dim() > 1 else x[None])
+        assert out is not None, "one layer has one scale"
+        return out if x.dim() > 1 else out[0]
 
     @staticmethod
     def together(children: Sequence[Any], x: Tensor) -> list[Tensor] | None:
@@ -162,23 +164,17 @@ class Int8Linear(nn.Module):
         for child in children:
             if type(child) is not Int8Linear or child._backend == REFERENCE.name:
                 return None
-            if child.in_features != first.in_features or not first.in_features:
+            if child.in_features != first.in_features or not first.in_features or child.is_static != first.is_static:
                 return None
         _check(first, x)
-        if len({child._scale() for child in children}) > 1:
-            return None
-        return list(_run(children, x).split([child.out_features for child in children], dim=-1))
+        out = _run(children, x)
+        return None if out is None else list(out.split([child.out_features for child in children], dim=-1))
 
     def _by_float(self, x: Tensor) -> Tensor:
         own = self._buffers
         bias = own["int_bias"] if self.is_static else own["bias"]
         scale, zero_point = own.get("input_scale"), own.get("input_zero_point")
         return float_linear(x, self.int_weight, self.weight_scale, bias, scale, zero_point)
-
-    def _scale(self) -> tuple[float, float] | None:
-        if not self.is_static:
-            return None
-        return self.input_scale.item(), self.input_zero_point.item()
 
     def extra_repr(self) -> str:
         """Widths, and whether the input's scale is known."""
@@ -232,21 +228,29 @@ class _Held(NamedTuple):
 
     buffers: tuple[Tensor | None, ...]
     writes: int
-    packed: Packed
+    packed: Packed | None
 
 
-def _run(layers: Sequence[Int8Linear], x: Tensor) -> Tensor:
-    """The layers' outputs side by side; all have one kind and one input scale."""
+def _run(layers: Sequence[Int8Linear], x: Tensor) -> Tensor | None:
+    """The outputs of layers of one kind side by side; None where their inputs have several scales."""
     first = layers[0]
     engine = X86.engine(
         first.is_static, x.numel() // first.in_features, sum([one.int_weight.numel() for one in layers])
     )
-    out = X86.run(_packed(layers, x, engine), x)
-    return X86.run_any(_packed(layers, x, "fbgemm"), x) if out is None else out
+    packed = _packed(layers, x, engine)
+    if packed is None:
+        return None
+    out = X86.run(packed, x)
+    if out is None and (packed := _packed(layers, x, "fbgemm")) is not None:
+        out = X86.run_any(packed, x)
+    return out
 
 
-def _packed(layers: Sequence[Int8Linear], x: Tensor, engine: str) -> Packed:
-    """The weights of layers as one, kept in the first of them for as long as their buffers are what they were."""
+def _packed(layers: Sequence[Int8Linear], x: Tensor, engine: str) -> Packed | None:
+    """The weights of layers as one, kept in the first of them for as long as their buffers are what they were.
+
+    None: their inputs have several scales.
+    """
     kept: dict[tuple[int, str], _Held] = layers[0].__dict__["_kept"]
     held = kept.get((len(layers), engine))
     names = _STATIC if layers[0].is_static else _DYNAMIC
@@ -260,7 +264,8 @@ def _packed(layers: Sequence[Int8Linear], x: Tensor, engine: str) -> Packed:
         if why := X86.why_not(state, x.device):
             cure = "layer.backend = 'reference' computes the same by float arithmetic, export_onnx runs elsewhere"
             raise invalid(_NAME, "backend", "be able to run here", f"{X86.name}, but {why} ({cure})")
-    packed = X86.pack(states, engine)
+    fit = len({(state.input_scale, state.input_zero_point) for state in states}) == 1
+    packed = X86.pack(states, engine) if fit else None
     kept[len(layers), engine] = _Held(tuple(buffers), _writes(buffers), packed)
     return packed
 

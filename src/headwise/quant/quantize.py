@@ -197,5 +197,11 @@ def turned(function: str, model: nn.Module, linears: dict[str, nn.Linear], state
     """The model with these linears in int8, in place; says so to the logger."""
     for name, linear in linears.items():
         Int8Linear.become(linear, states[name])
-    _LOG.info("%s: %s", function, report(model))
+    tell(function, model)
     return model
+
+
+def tell(function: str, model: nn.Module) -> None:
+    """Say to the logger what of a model is int8; counted only if somebody listens."""
+    if _LOG.isEnabledFor(logging.INFO):
+        _LOG.info("%s: %s", function, report(model))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from headwise._checks import class_of, invalid, kind_of
 from headwise.quant.finding import open_up
 from headwise.quant.linear import Int8Linear
-from headwise.quant.quantize import copied_model, turned
+from headwise.quant.quantize import copied_model, tell
 from headwise.quant.state import Int8State
 
 _NAME = "from_state_dict"
@@ -61,19 +61,21 @@ def from_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> nn.Modul
         if name not in linears:
             raise invalid(_NAME, "state_dict", "fit the model", f"{name!r}, which is no nn.Linear of {class_of(model)}")
         states[name] = _empty(name, linears[name], state_dict)
-    small = turned(_NAME, copied, {name: linears[name] for name in names}, states)
+    for name, state in states.items():  # all fit
+        Int8Linear.become(linears[name], state)
     try:
-        small.load_state_dict(state_dict)
+        copied.load_state_dict(state_dict)
     except RuntimeError as error:
         raise invalid(_NAME, "state_dict", "fit the model", f"{error}") from error
     for name in names:
-        layer = small.get_submodule(name)
+        layer = copied.get_submodule(name)
         assert isinstance(layer, Int8Linear)
         try:
             _ = layer.state
         except ValueError as error:
             raise invalid(_NAME, "state_dict", "be as it was saved", f"in {name}: {error}") from None
-    return small
+    tell(_NAME, copied)
+    return copied
 
 
 def _empty(name: str, linear: nn.Linear, state_dict: Mapping[str, Any]) -> Int8State:
@@ -82,12 +84,16 @@ def _empty(name: str, linear: nn.Linear, state_dict: Mapping[str, Any]) -> Int8S
     weight, shape = state_dict[f"{start}{_KEY}"], tuple(linear.weight.shape)
     if not isinstance(weight, Tensor) or weight.dtype != torch.int8 or tuple(weight.shape) != shape:
         raise invalid(_NAME, "state_dict", f"hold {start}{_KEY} as int8 {shape}", kind_of(weight))
-    N, device = shape[0], linear.weight.device
-    static = f"{start}input_scale" in state_dict
-    bias = torch.zeros(N, dtype=torch.int32 if static else torch.float32, device=device)
+    return empty_state(linear, f"{start}input_scale" in state_dict)
+
+
+def empty_state(linear: nn.Linear, is_static: bool) -> Int8State:
+    """A state of this kind and of a linear's sizes, on its device, to be loaded into."""
+    (N, K), device = linear.weight.shape, linear.weight.device
+    bias = torch.zeros(N, dtype=torch.int32 if is_static else torch.float32, device=device)
     return Int8State(
-        torch.zeros(shape, dtype=torch.int8, device=device),
+        torch.zeros(N, K, dtype=torch.int8, device=device),
         torch.ones(N, dtype=torch.float32, device=device),
         None if linear.bias is None else bias,
-        *((1.0, 0) if static else ()),
+        *((1.0, 0) if is_static else ()),
     )

@@ -21,7 +21,7 @@ from headwise._checks import invalid, is_number, kind_of
 LEVELS = 255  # of a u8 input, above the lowest
 FULL, REDUCED = 127, 63  # the greatest weight, and the one that no processor's 16-bit sums overflow on: 2 * 255 * 63
 _SMALLEST = 1e-35  # of a scale, so that its reciprocal and its product with another are still float32 numbers
-_MOST_BIAS = 2**30  # of an int32 bias
+MOST_BIAS = 2**30  # of an int32 bias
 _FINE_BIAS = 2**24  # steps of a bias that stands alone: as float32 has it
 _MOST_SUM = 2**31 - 1  # of what the processor adds up
 _MOST_FLOAT = torch.finfo(torch.float32).max
@@ -184,7 +184,7 @@ def make_state(
     """
     _check_float(function, name, weight, bias)
     most = REDUCED if reduce_range else FULL
-    widest = (_MOST_SUM - (_MOST_BIAS if input_range is not None else 0)) // (LEVELS * most)
+    widest = (_MOST_SUM - (MOST_BIAS if input_range is not None else 0)) // (LEVELS * most)
     if weight.shape[1] > widest:
         rule = f"be at most {widest:,} wide, or the sums of int8 products overflow; where= leaves it in float"
         raise invalid(function, name, rule, f"{weight.shape[1]:,} input features")
@@ -200,8 +200,8 @@ def make_state(
         fine = (bias.detach().double().abs() / (scale * _FINE_BIAS)).clamp(_SMALLEST, _MOST_FLOAT).float()
         scales = torch.where(empty, fine, scales)
         steps = bias.detach().double() / (scale * scales.double())
-        if (steps.abs() > _MOST_BIAS).any():  # a bias far above all that the inputs can bring: coarser weights hold it
-            scales = torch.maximum(scales, (bias.detach().double().abs() / (scale * _MOST_BIAS)).float() * (1 + 1e-6))
+        if (steps.abs() > MOST_BIAS).any():  # a bias far above all that the inputs can bring: coarser weights hold it
+            scales = torch.maximum(scales, (bias.detach().double().abs() / (scale * MOST_BIAS)).float() * (1 + 1e-6))
             rounded = (weight.detach() / scales[:, None]).round_().clamp_(-most, most).to(torch.int8)
             steps = bias.detach().double() / (scale * scales.double())
         bias = steps.round().to(torch.int32)

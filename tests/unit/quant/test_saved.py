@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import math
 
 import pytest
@@ -42,6 +43,13 @@ def test_round_trip(kind):
         assert torch.equal(again(x), small(x))
     assert not again.training
     assert all(torch.equal(value, before[name]) for name, value in fresh.state_dict().items())
+
+
+def test_it_says_what_was_loaded(caplog):
+    small = headwise.quantize(build())
+    with caplog.at_level(logging.INFO, logger="headwise"):
+        again = from_state_dict(build(), small.state_dict())
+    assert caplog.messages == [f"from_state_dict: {report(again)}"]  # and not what stood there before
 
 
 def test_a_linear_itself():
