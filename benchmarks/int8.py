@@ -6,6 +6,7 @@ Letters: B batch, T length, D model width.
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import io
 import logging
@@ -52,7 +53,7 @@ def lineup(folder: Path) -> Lineup:
     """Make all of them of one torch layer."""
     layer = nn.TransformerEncoderLayer(D, HEADS, M, batch_first=True).eval()
     samples = [torch.randn(4, T, D) for T in (128, 16, 1)]
-    ours = headwise.upgrade(nn.Sequential(layer_copy(layer)), fused_qkv=True).eval()[0]
+    ours = headwise.upgrade(copy.deepcopy(layer), fused_qkv=True)
     dynamic, static = headwise.quantize(layer), headwise.quantize(layer, samples)
     runs: dict[str, Run | str] = {FLOAT: layer, "headwise float": ours, EAGER[0]: dynamic, EAGER[1]: static}
     sizes: dict[str, int] = {}
@@ -70,13 +71,6 @@ def lineup(folder: Path) -> Lineup:
         if path.exists():
             sizes[EXECUTORCH] = path.stat().st_size
     return Lineup(runs, sizes)
-
-
-def layer_copy(layer: nn.Module) -> nn.Module:
-    """The same layer in memory of its own."""
-    other = nn.TransformerEncoderLayer(D, HEADS, M, batch_first=True)
-    other.load_state_dict(layer.state_dict())
-    return other
 
 
 def lines(rounds: int) -> Iterator[tuple[list[str], list[str]]]:
@@ -179,7 +173,7 @@ def _nncf(layer: nn.Module, samples: list[Tensor], folder: Path) -> Run:
     import openvino
 
     program = torch.export.export(
-        layer_copy(layer).eval(),
+        copy.deepcopy(layer),
         (torch.randn(2, 16, D),),
         dynamic_shapes=({0: torch.export.Dim("batch"), 1: torch.export.Dim("length")},),
     )

@@ -11,7 +11,7 @@ import importlib
 import operator
 from contextlib import suppress
 from types import ModuleType
-from typing import SupportsIndex
+from typing import SupportsIndex, TypeGuard
 
 from torch import Tensor
 
@@ -56,7 +56,7 @@ def kind_of(value: object) -> str:
     return "a nested tensor" if isinstance(value, Tensor) else type(value).__name__
 
 
-def is_number(value: object) -> bool:
+def is_number(value: object) -> TypeGuard[float]:
     """Whether it is an int or a float; a bool is none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from matplotlib import image
+from tests.e2e.commands import run, run_json
 
 import headwise
 from headwise import pipelines
-from headwise.cli import main
 from headwise.data.samples import Series
 from headwise.data.timeseries import read_series
 from headwise.pipelines import classify
@@ -59,21 +59,6 @@ def write_ts(path: Path, rows: list[Any]) -> Path:
         lines[-1] += f":{label}"
     path.write_text("\n".join(lines) + "\n", "utf-8")
     return path
-
-
-def run(*argv: object) -> int:
-    with pytest.raises(SystemExit) as stopped:
-        main([str(word) for word in argv])
-    assert isinstance(stopped.value.code, int)
-    return stopped.value.code
-
-
-def run_json(capsys: pytest.CaptureFixture[str], *argv: object) -> Any:
-    capsys.readouterr()
-    assert run(*argv, "--json") == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    return json.loads(out)
 
 
 @pytest.fixture(scope="module")

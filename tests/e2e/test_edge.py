@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.e2e.commands import run, run_json
 from tests.e2e.serving import command, serve, serve_here
 
 import headwise
 from headwise import pipelines
-from headwise.cli import main
 from headwise.data.samples import Series, japanese_vowels
 from headwise.data.timeseries import read_series
 from headwise.quant import report
@@ -37,21 +37,6 @@ def write_csv(path: Path, series: Series, *, labelled: bool = True) -> Path:
                 told = [series.class_names[label]] if labelled else []
                 writer.writerow([name, *told, round(series.interval * step, 3), *row])
     return path
-
-
-def run(*argv: object) -> int:
-    with pytest.raises(SystemExit) as stopped:
-        main([str(word) for word in argv])
-    assert isinstance(stopped.value.code, int)
-    return stopped.value.code
-
-
-def run_json(capsys: pytest.CaptureFixture[str], *argv: object) -> Any:
-    capsys.readouterr()
-    assert run(*argv, "--json") == 0
-    out, err = capsys.readouterr()
-    assert err == ""
-    return json.loads(out)
 
 
 @pytest.fixture(scope="module")

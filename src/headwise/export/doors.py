@@ -37,6 +37,11 @@ def target_of(function: str, path: object, for_instance: str) -> Path:
     return target
 
 
+def broken(function: str, target: Path, why: str) -> RuntimeError:
+    """The error for a file that does not do what the model does; to be raised while the file has no name yet."""
+    return RuntimeError(f"{function}: {target} was not written: {why}")
+
+
 def _is_utf8(text: str) -> bool:
     try:
         text.encode()
@@ -51,5 +56,5 @@ def check_tolerance(function: str, tolerance: object) -> None:
     Raises:
         ValueError: it is not.
     """
-    if tolerance is not None and not (is_number(tolerance) and 0 < tolerance < 1):  # type: ignore[operator]
+    if tolerance is not None and not (is_number(tolerance) and 0 < tolerance < 1):
         raise invalid(function, "tolerance", "be above 0 and below 1, or None", repr(tolerance))

@@ -16,9 +16,9 @@ from torch import nn
 from headwise._checks import at_least, counted, invalid, need
 from headwise._files import whole
 from headwise.export import shapes, verify, xnnpack
-from headwise.export.doors import check_tolerance, target_of
-from headwise.export.parts import Call, Positional, first_call, take_apart, traceable
-from headwise.export.quiet import plainly, quiet, quiet_start, without_graph
+from headwise.export.doors import broken, check_tolerance, target_of
+from headwise.export.parts import Call, Positional, first_call, followed, take_apart, traceable
+from headwise.export.quiet import plainly, quiet, quiet_start
 from headwise.export.verify import Trial
 from headwise.quant.backends import REFERENCE
 from headwise.quant.linear import Int8Linear
@@ -169,7 +169,7 @@ def export_executorch(
         executable, taken = _lower(program)
         if taken.int8_outside or (light.num_int8 and not taken.int8):
             left = taken.int8_outside or light.num_int8
-            raise _broken(target, f"XNNPACK did not take {counted(left, 'int8 product')}")
+            raise broken(_NAME, target, f"XNNPACK did not take {counted(left, 'int8 product')}")
         with whole(target) as part:
             part.write_bytes(executable.buffer)
             made = part.stat().st_size
@@ -196,10 +196,6 @@ def export_executorch(
     if verbose:
         print(found)
     return found
-
-
-def _broken(target: Path, why: str) -> RuntimeError:
-    return RuntimeError(f"{_NAME}: {target} was not written: {why}")
 
 
 def _on_any_processor(model: nn.Module) -> None:
@@ -235,16 +231,8 @@ def _trace(module: Positional, call: Call, wanted: list[dict[int, str | None]], 
         x = shapes.resized(x, [max(2, size) if dim in dims else size for dim, size in enumerate(x.shape)])
         free.append({dim: auto(min=1, max=max(most[dim], 2)) for dim in dims})
         tensors.append(x)
-    try:
-        with without_graph():
-            return torch.export.export(module, tuple(tensors), dynamic_shapes=(tuple(free),), strict=False)
-    except Exception as error:
-        first = str(error).strip().partition("\n")[0]
-        rule = (
-            "be one that torch.export can follow: no choice by the numbers of a tensor, no .item(), no .numpy(); "
-            "dynamic_shapes={} fixes all sizes, if it is these that it cannot follow"
-        )
-        raise invalid(_NAME, "model", rule, f"{type(error).__name__}: {first}") from error
+    cure = "dynamic_shapes={} fixes all sizes, if it is these that it cannot follow"
+    return followed(_NAME, module, tuple(tensors), tuple(free), cure)
 
 
 def _lower(program: Any) -> tuple[Any, xnnpack.Delegation]:
@@ -273,7 +261,7 @@ def _check_size(target: Path, made: int, light: xnnpack.Lean, taken: xnnpack.Del
     most = int(1.25 * held * calls) + _SPARE_BYTES
     most += _BYTES_PER_OPERATOR * (taken.inside + sum(taken.outside.values()))
     if made > most:
-        raise _broken(target, f"it has {made:,} bytes, more than the {most:,} that its weights explain")
+        raise broken(_NAME, target, f"it has {made:,} bytes, more than the {most:,} that its weights explain")
 
 
 def _trials(
@@ -286,7 +274,7 @@ def _trials(
         method = loaded.load_method("forward")
         trials, notes = [], []
         for chosen in sizes.trials():
-            named = {sizes.labels.get(symbol, str(symbol)): size for symbol, size in chosen.items()}
+            named = sizes.said(chosen)
             tensors = tuple(shapes.resized(x, shape) for x, shape in zip(call.tensors, sizes.at(chosen), strict=True))
             want = shapes.outputs_at(module, tensors)
             if want is None:
@@ -296,7 +284,7 @@ def _trials(
             try:
                 got = [torch.as_tensor(one).clone() for one in method.execute([x.contiguous() for x in tensors])]
             except Exception as error:
-                trials.append((Trial({**named, str(error).partition("\n")[0]: 0}, math.inf), 0.0))
+                trials.append((Trial(named, math.inf, holds=False, raised=str(error).partition("\n")[0]), 0.0))
                 continue
             other = 0.0 if rounded is None else verify.difference(got, rounded(*tensors))
             trials.append((Trial(named, verify.difference(got, want)), other))
@@ -311,10 +299,10 @@ def _hold(target: Path, trials: list[tuple[Trial, float]], closest: float, light
     """
     for place, (trial, to_rounded) in enumerate(trials):
         if not to_rounded <= _CLOSE_ROUNDED:
-            raise _broken(target, f"it is {to_rounded:.1e} from the same rounding in torch, at {trial}")
+            raise broken(_NAME, target, f"it is {to_rounded:.1e} from the same rounding in torch, at {trial}")
         if (place == 0 or not light.num_static) and not trial.error <= closest:
             cure = "; let the example be like the calibration, or set tolerance" if light.num_static else ""
-            raise _broken(target, f"it differs from the model at {trial}; at most {closest:.0e} is right{cure}")
+            raise broken(_NAME, target, f"it differs from the model at {trial}; at most {closest:.0e} is right{cure}")
 
 
 def _inputs(call: Call, sizes: shapes.Sizes) -> list[str]:
@@ -338,7 +326,4 @@ def _said(call: Call, sizes: shapes.Sizes, light: xnnpack.Lean) -> list[str]:
         )
     if not sizes.hints:
         notes.append("every size is fixed")
-    if call.constants:
-        said = ", ".join(f"{name}={value!r}" for name, value in call.constants.items())
-        notes.append(f"written into the file: {said}")
-    return notes
+    return notes + call.notes()

@@ -53,7 +53,7 @@ def finish(model: Any, labels: Mapping[str, str], version: str, metadata: Mappin
 
 def name_values(graph: Any, inputs: Sequence[str], outputs: Sequence[str]) -> None:
     """Give inputs and outputs their names, and other ones to what has those names inside; in place."""
-    final = {**{PLACES[0] + str(at): name for at, name in enumerate(inputs)}}
+    final = {PLACES[0] + str(at): name for at, name in enumerate(inputs)}
     final |= {PLACES[1] + str(at): name for at, name in enumerate(outputs)}
     inner = {name for node in nodes_of(graph) for name in (*node.input, *node.output)}
     inner |= {tensor.name for tensor in graph.initializer}
@@ -95,9 +95,8 @@ def nodes_of(graph: Any) -> Iterator[Any]:
     """All nodes of a graph and of those inside its nodes."""
     for node in graph.node:
         yield node
-        for attribute in node.attribute:
-            for inner in (*attribute.graphs, *((attribute.g,) if attribute.HasField("g") else ())):
-                yield from nodes_of(inner)
+        for inner in _inner(node):
+            yield from nodes_of(inner)
 
 
 def share(graph: Any) -> None:
@@ -126,8 +125,13 @@ def share(graph: Any) -> None:
     graph.node.extend(kept)
 
 
+def graphs_in(attribute: Any) -> list[Any]:
+    """The graphs that an attribute of a node holds."""
+    return [*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])]
+
+
 def _inner(node: Any) -> list[Any]:
-    return [g for one in node.attribute for g in (*one.graphs, *((one.g,) if one.HasField("g") else ()))]
+    return [graph for attribute in node.attribute for graph in graphs_in(attribute)]
 
 
 def _sweep(graph: Any) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from headwise.export.parts import Call, Positional
-from headwise.export.shapes import Sizes, outputs_at, varied
+from headwise.export.shapes import Sizes, inputs_of, outputs_at, varied
 
 _LARGE = 1024  # sizes above it are followed without numbers
 _MUCH = 2**17  # and their product
@@ -25,18 +25,11 @@ _MANY = 3  # broken calls for each guard
 _WORD = re.compile(r"[A-Za-z_]\w*")
 
 
-def _inputs(program: Any) -> list[tuple[Any, ...]]:
-    user = set(program.graph_signature.user_inputs)
-    return [
-        tuple(node.meta["val"].shape) for node in program.graph.nodes if node.op == "placeholder" and node.name in user
-    ]
-
-
 def conditions(program: Any, sizes: Sizes) -> list[Any]:
     """The guards on the free sizes of an exported program, each once, as expressions of `sizes.hints`' symbols."""
     final: dict[Any, Any] = {}
     guards: list[Any] = []
-    for shape, named in zip(_inputs(program), sizes.shapes, strict=True):
+    for shape, named in zip(inputs_of(program), sizes.shapes, strict=True):
         for size, expression in zip(shape, named, strict=True):
             if isinstance(size, torch.SymInt):
                 raw = size.node._expr  # before torch put equal sizes in its place
@@ -149,7 +142,7 @@ def _without_numbers(module: Positional, call: Call, shapes: Iterable[Sequence[i
 def untied(module: Positional, tensors: tuple[Tensor, ...], program: Any, sizes: Sizes) -> tuple[Tensor, ...] | None:
     """The example with different sizes where torch took equal ones for one; None: the model wants them equal."""
     groups: dict[Any, list[tuple[int, int]]] = {}
-    for at, (shape, named) in enumerate(zip(_inputs(program), sizes.shapes, strict=True)):
+    for at, (shape, named) in enumerate(zip(inputs_of(program), sizes.shapes, strict=True)):
         for dim, (size, expression) in enumerate(zip(shape, named, strict=True)):
             if isinstance(size, torch.SymInt) and expression in sizes.hints:
                 groups.setdefault(expression, []).append((at, dim))

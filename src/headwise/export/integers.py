@@ -21,12 +21,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from headwise._checks import need
 from headwise.core.multihead import MultiheadAttention
 from headwise.quant.linear import Int8Linear
-from headwise.quant.state import LEVELS, Int8State, dynamic_scale
+from headwise.quant.state import Int8State, float_linear
 
 _LOCK = threading.Lock()
 _LIBRARY: list[Any] = []  # holds what is registered, once
@@ -149,13 +148,11 @@ def _static(
     bias: Tensor | None,
     bias_scale: Tensor,
 ) -> Tensor:
-    x = torch.fake_quantize_per_tensor_affine(x, scale, zero_point.int(), 0, LEVELS)
-    return functional.linear(x, (weight * weight_scale).T, None if bias is None else bias * bias_scale)
+    return float_linear(x, weight.T, weight_scale, bias, scale, zero_point.int())
 
 
 def _dynamic(x: Tensor, weight: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
-    x = torch.fake_quantize_per_tensor_affine(x, *dynamic_scale(x), 0, LEVELS)
-    return functional.linear(x, (weight * weight_scale).T, bias)
+    return float_linear(x, weight.T, weight_scale, bias, None, None)
 
 
 def translations(made: list[str]) -> dict[Any, Callable[..., Any]]:
@@ -166,7 +163,16 @@ def translations(made: list[str]) -> dict[Any, Callable[..., Any]]:
     """
     op = need("onnxscript", "onnx").opset18
 
-    def static(x, scale, zero_point, weight, weight_scale, weight_zero, bias=None, bias_scale=None):  # type: ignore[no-untyped-def]
+    def static(
+        x: Any,
+        scale: Any,
+        zero_point: Any,
+        weight: Any,
+        weight_scale: Any,
+        weight_zero: Any,
+        bias: Any = None,
+        bias_scale: Any = None,
+    ) -> Any:
         made.append("static")
         rounded = op.DequantizeLinear(op.QuantizeLinear(x, scale, zero_point), scale, zero_point)
         weights = op.DequantizeLinear(weight, weight_scale, weight_zero, axis=1)
@@ -174,14 +180,14 @@ def translations(made: list[str]) -> dict[Any, Callable[..., Any]]:
             return op.MatMul(rounded, weights)
         return op.Gemm(rounded, weights, op.DequantizeLinear(bias, bias_scale, axis=0))
 
-    def dynamic(x, weight, weight_scale, bias=None):  # type: ignore[no-untyped-def]
+    def dynamic(x: Any, weight: Any, weight_scale: Any, bias: Any = None) -> Any:
         made.append("dynamic")
         rounded, scale, zero_point = op.DynamicQuantizeLinear(x)
         product = op.Cast(op.MatMulInteger(rounded, weight, zero_point), to=1)
         product = op.Mul(product, op.Mul(scale, weight_scale))
         return product if bias is None else op.Add(product, bias)
 
-    def floordiv(a, b):  # type: ignore[no-untyped-def]
+    def floordiv(a: Any, b: Any) -> Any:
         return op.Div(op.Sub(a, op.Mod(a, b)), b)
 
     ops = torch.ops.headwise

@@ -15,12 +15,12 @@ from torch import nn
 from headwise._checks import counted, invalid, need
 from headwise._files import whole
 from headwise.export import graphs, guards, integers, leaner, shapes, verify
-from headwise.export.doors import check_tolerance, target_of
-from headwise.export.parts import Call, Positional, first_call, join_projections, take_apart, traceable
-from headwise.export.quiet import plainly, quiet, without_graph
+from headwise.export.doors import broken, check_tolerance, target_of
+from headwise.export.parts import Call, Positional, first_call, followed, join_projections, take_apart, traceable
+from headwise.export.quiet import plainly, quiet
 from headwise.export.reports import OnnxReport, OnnxValue
 from headwise.export.trials import Beside, hold_guards
-from headwise.quant.linear import Int8Linear
+from headwise.quant.quantize import report
 
 OPSETS = range(18, 24)  # that torch's exporter writes and onnxruntime runs, each of them tried in the tests
 _NAME = "export_onnx"
@@ -102,8 +102,8 @@ def export_onnx(
         module = Positional(_NAME, twin, call)
         names, _ = first_call(_NAME, module, call)
         names = _output_names(output_names, names, call.names)
-        _check_size(twin)
-        float_bytes = _float_bytes(twin)
+        held = report(twin)
+        _check_size(held.int8_bytes)
         integers.stand_in(module)
         join_projections(twin)
         module.eval().requires_grad_(False)
@@ -116,10 +116,12 @@ def export_onnx(
         graphs.name_values(proto.graph, call.names, names)
         with whole(target) as part:
             part.write_bytes(proto.SerializeToString(deterministic=True))
-            report = _verified(part, target, proto, module, call, sizes, program, wanted, made, float_bytes, tolerance)
+            found = _verified(
+                part, target, proto, module, call, sizes, program, wanted, made, held.float_bytes, tolerance
+            )
     if verbose:
-        print(report)
-    return report
+        print(found)
+    return found
 
 
 def _check_settings(opset: object, tolerance: object) -> None:
@@ -129,18 +131,19 @@ def _check_settings(opset: object, tolerance: object) -> None:
 
 
 def _check_metadata(metadata: object) -> Mapping[str, str]:
-    said = {} if metadata is None else metadata
-    fits = isinstance(said, Mapping) and all(isinstance(one, str) for pair in said.items() for one in pair)
-    if not fits or "" in said:  # type: ignore[operator]
+    if metadata is None:
+        return {}
+    is_text = isinstance(metadata, Mapping) and all(isinstance(one, str) for pair in metadata.items() for one in pair)
+    if not isinstance(metadata, Mapping) or not is_text or "" in metadata:
         raise invalid(_NAME, "metadata", "be a dict of texts by name, json.dumps for anything else", repr(metadata))
-    return said  # type: ignore[return-value]
+    return metadata
 
 
 def _output_names(given: object, own: list[str], inputs: Sequence[str]) -> list[str]:
     names = list(own)
     if given is not None:
-        fits = isinstance(given, (list, tuple)) and len(given) == len(own)
-        if not isinstance(given, (list, tuple)) or not fits or not all(isinstance(one, str) and one for one in given):
+        fits = isinstance(given, (list, tuple)) and all(isinstance(one, str) and one for one in given)
+        if not isinstance(given, (list, tuple)) or not fits or len(given) != len(own):
             raise invalid(_NAME, "output_names", f"be {counted(len(own), 'name')}, one for each tensor returned", given)
         names = list(given)
         if len({*names, *inputs}) < len(names) + len(inputs):
@@ -154,26 +157,10 @@ def _output_names(given: object, own: list[str], inputs: Sequence[str]) -> list[
     return names
 
 
-def _state(model: nn.Module) -> list[torch.Tensor]:
-    return [*model.parameters(), *model.buffers()]
-
-
-def _check_size(model: nn.Module) -> None:
-    numbers = sum(one.numel() * one.element_size() for one in _state(model))
+def _check_size(numbers: int) -> None:
     if numbers > _LARGEST:
         rule = "hold less than 2 GiB of numbers, which is where one ONNX file ends; headwise.quantize makes a quarter"
         raise invalid(_NAME, "model", rule, f"{numbers:,} bytes")
-
-
-def _float_bytes(model: nn.Module) -> int:
-    """Bytes of all weights, were those of int8 projections float32."""
-    total = sum(one.numel() * one.element_size() for one in _state(model))
-    for module in model.modules():
-        if isinstance(module, Int8Linear):
-            biased = module.state.bias is not None
-            held = sum(one.numel() * one.element_size() for one in module.buffers())
-            total += 4 * module.out_features * (module.in_features + biased) - held
-    return total
 
 
 def _followed(
@@ -206,16 +193,7 @@ def _trace(
         {dim: auto(min=held[dim][0], max=held[dim][1]) if dim in held else auto for dim in dims}
         for dims, held in zip(wanted, bounds, strict=True)
     )
-    try:
-        with without_graph():
-            return torch.export.export(module, tensors, dynamic_shapes=(free,), strict=False)
-    except Exception as error:
-        first = str(error).strip().partition("\n")[0]
-        rule = (
-            "be one that torch.export can follow: no choice by the numbers of a tensor, no .item(), no .numpy(); "
-            "torch.export.export(model, ...) shows where"
-        )
-        raise invalid(_NAME, "model", rule, f"{type(error).__name__}: {first}") from error
+    return followed(_NAME, module, tensors, free, "torch.export.export(model, ...) shows where")
 
 
 def _translate(program: Any, opset: int, num_inputs: int, num_outputs: int, made: list[str]) -> Any:
@@ -270,7 +248,7 @@ def _verified(
         need("onnx.checker", "onnx").check_model(source, full_check=True)
         session, counts = verify.open_session(part)
     except Exception as error:
-        raise _broken(target, f"onnx or onnxruntime does not take it: {error}") from error
+        raise broken(_NAME, target, f"onnx or onnxruntime does not take it: {error}") from error
     beside = Beside(session, module, call, sizes, tolerance, exact=not made)
     trials, notes = beside.everywhere()
     for trial in trials:
@@ -282,17 +260,19 @@ def _verified(
                 why += "; the model's own differ from call to call: is dropout a function in it?"
             elif trial is trials[0] and trial.error == float("inf"):
                 why += "; pass an example with a batch and a length of at least 2"
-            raise _broken(target, why)
+            raise broken(_NAME, target, why)
     notes += hold_guards(beside, program)
     projections = graphs.int8_products(proto.graph) if made else 0
     if sum(counts.values()) < projections:
         found = ", ".join(f"{number} {name}" for name, number in counts.items()) or "none"
-        raise _broken(target, f"onnxruntime runs {found} for {counted(projections, 'int8 product')}: the rest in float")
+        raise broken(
+            _NAME, target, f"onnxruntime runs {found} for {counted(projections, 'int8 product')}: the rest in float"
+        )
     held = part.stat().st_size
     numbers = sum(len(one.raw_data) for one in proto.graph.initializer)
     whole_float = max(held - numbers, 0) + float_bytes
     if made and held >= whole_float:
-        raise _broken(target, f"it has {held:,} bytes, and {whole_float:,} with float32 weights")
+        raise broken(_NAME, target, f"it has {held:,} bytes, and {whole_float:,} with float32 weights")
     inputs, outputs = (tuple(map(_value, values)) for values in (proto.graph.input, proto.graph.output))
     inputs = tuple(replace(one, limits=_limits(one, notes, sizes)) for one in inputs)
     return OnnxReport(
@@ -315,10 +295,6 @@ def _verified(
 def _is_repeatable(module: Positional, call: Call) -> bool:
     one, other = (shapes.outputs_at(module, call.tensors) for _ in range(2))
     return one is not None and other is not None and verify.difference(one, other) == 0
-
-
-def _broken(target: Path, why: str) -> RuntimeError:
-    return RuntimeError(f"{_NAME}: {target} was not written: {why}")
 
 
 def _value(value: Any) -> OnnxValue:
@@ -349,7 +325,4 @@ def _fixed(
     notes += guards.needlessly_fixed(module, call, sizes, wanted)
     said = {text for value in inputs for text in value.limits}
     notes += [note for label, size, note in sizes.least_notes() if f"{label} at least {size}" not in said]
-    if call.constants:
-        constants = ", ".join(f"{name}={value!r}" for name, value in call.constants.items())
-        notes.append(f"written into the file: {constants}")
-    return notes
+    return notes + call.notes()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headwise._checks import counted, invalid, need
-from headwise.export.graphs import operators
+from headwise.export.graphs import graphs_in, operators
 from headwise.export.leaner import sizes_of
 from headwise.export.reports import OnnxValue
 
@@ -220,7 +220,7 @@ def _in_attribute(one: Any) -> Iterator[Any]:
     yield from one.tensors
     for sparse in (*one.sparse_tensors, *((one.sparse_tensor,) if one.HasField("sparse_tensor") else ())):
         yield from (sparse.values, sparse.indices)
-    for inner in (*one.graphs, *((one.g,) if one.HasField("g") else ())):
+    for inner in graphs_in(one):
         yield from _in_graph(inner)
 
 

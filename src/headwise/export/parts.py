@@ -24,6 +24,7 @@ from headwise.core.backends import PLAIN
 from headwise.core.cache import Cache, CacheList
 from headwise.core.layouts import is_hooked
 from headwise.core.multihead import Attend, MultiheadAttention
+from headwise.export.quiet import without_graph
 from headwise.layers import upgrade
 from headwise.layers.become import TARGETS
 from headwise.quant.fake import FakeQuantLinear
@@ -166,6 +167,11 @@ class Call:
             return value
 
         return tuple(put(one) for one in self._args), {key: put(one) for key, one in self._kwargs.items()}
+
+    def notes(self) -> list[str]:
+        """For a report: what became a part of the file."""
+        said = ", ".join(f"{name}={value!r}" for name, value in self.constants.items())
+        return [f"written into the file: {said}"] if said else []
 
 
 def _like(value: list[Any] | tuple[Any, ...], items: list[Any]) -> Any:
@@ -341,6 +347,28 @@ class Positional(nn.Module):
         """The outputs of the model for these in the place of the example's tensors."""
         args, kwargs = self._call.arguments(tensors)
         return tuple(read_outputs(self._function, self.model(*args, **kwargs))[1])
+
+
+def followed(function: str, module: Positional, tensors: tuple[Tensor, ...], free: tuple[Any, ...], cure: str) -> Any:
+    """The program that torch.export makes of a module.
+
+    Args:
+        function: the public name that was called.
+        module: to follow.
+        tensors: to call it with.
+        free: for each, its free dimensions, as torch.export's `dynamic_shapes`.
+        cure: what helps where it cannot be followed.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    try:
+        with without_graph():
+            return torch.export.export(module, tensors, dynamic_shapes=(free,), strict=False)
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0]
+        rule = "be one that torch.export can follow: no choice by the numbers of a tensor, no .item(), no .numpy()"
+        raise invalid(function, "model", f"{rule}; {cure}", f"{type(error).__name__}: {first}") from error
 
 
 def first_call(function: str, module: Positional, call: Call) -> tuple[list[str], list[Tensor]]:

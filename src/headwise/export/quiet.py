@@ -39,7 +39,7 @@ _WARNED: tuple[tuple[str, type[Warning], str], ...] = (  # message, category, mo
 )
 _RESTORED = ("TORCHINDUCTOR_CACHE_DIR", "OPENVINO_LIB_PATH")  # what they set, to the end of the process
 _TRACE = "torch.__trace"  # the logger whose handlers torch.export takes off
-_WRITTEN = (b"[cpuinfo_utils.cpp:", b"[threadpool.cpp:")
+_WRITTEN = ("[cpuinfo_utils.cpp:", "[threadpool.cpp:")
 
 
 class _Hide(logging.Filter):
@@ -118,7 +118,8 @@ def plainly() -> Iterator[None]:
 def quiet_start(again: bool = False) -> Iterator[None]:
     """Without the lines that the runtime's C++ part writes to standard error when it first runs.
 
-    They do not pass through Python, so that the stream itself is turned aside; all other lines are written after it.
+    Most do not pass through Python, so that the stream itself is turned aside; some come through Python's own stderr,
+    which need not be the process's, in a notebook for instance. All other lines are written after it.
 
     Args:
         again: not only when it first runs.
@@ -126,11 +127,23 @@ def quiet_start(again: bool = False) -> Iterator[None]:
     if "executorch.runtime" in sys.modules and not again:
         yield
         return
+    stream, said = sys.stderr, io.StringIO()
+    try:
+        with _turned_aside(), redirect_stderr(said):
+            yield
+    finally:
+        if stream is not None:
+            stream.writelines(one for one in said.getvalue().splitlines(True) if not one.startswith(_WRITTEN))
+
+
+@contextmanager
+def _turned_aside() -> Iterator[None]:
     try:
         saved = os.dup(2)
     except OSError:  # there is no such stream
         yield
         return
+    written = tuple(one.encode() for one in _WRITTEN)
     with tempfile.TemporaryFile() as aside:
         try:
             os.dup2(aside.fileno(), 2)
@@ -138,7 +151,7 @@ def quiet_start(again: bool = False) -> Iterator[None]:
         finally:
             os.dup2(saved, 2)
             aside.seek(0)
-            rest = b"".join(line for line in aside if not line.startswith(_WRITTEN))
+            rest = b"".join(line for line in aside if not line.startswith(written))
             if rest:
                 os.write(saved, rest)
             os.close(saved)

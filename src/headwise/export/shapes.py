@@ -226,6 +226,14 @@ class Sizes:
         return size if most is None else min(size, most)
 
 
+def inputs_of(program: Any) -> list[tuple[Any, ...]]:
+    """The shapes of a program's inputs: numbers, and `torch.SymInt` where a size is free."""
+    user = set(program.graph_signature.user_inputs)
+    return [
+        tuple(node.meta["val"].shape) for node in program.graph.nodes if node.op == "placeholder" and node.name in user
+    ]
+
+
 def read_sizes(
     function: str,
     model: nn.Module,
@@ -239,16 +247,13 @@ def read_sizes(
     Raises:
         ValueError: a dimension that was asked for by name is fixed by the model, or two by one name are two sizes.
     """
-    user = set(program.graph_signature.user_inputs)
     shapes: list[tuple[Any, ...]] = []
     hints: dict[Any, int] = {}
-    for node in program.graph.nodes:
-        if node.op == "placeholder" and node.name in user:
-            found = node.meta["val"].shape
-            shapes.append(tuple(size.node.expr if isinstance(size, torch.SymInt) else int(size) for size in found))
-            for size in found:
-                if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
-                    hints[size.node.expr] = int(size.node.hint)
+    for found in inputs_of(program):
+        shapes.append(tuple(size.node.expr if isinstance(size, torch.SymInt) else int(size) for size in found))
+        for size in found:
+            if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
+                hints[size.node.expr] = int(size.node.hint)
     labels: dict[Any, str] = {}
     by_name: dict[str, Any] = {}
     bounds: dict[Any, tuple[int, int | None]] = {}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headwise._checks import need
-from headwise.export.graphs import nodes_of
+from headwise.export.graphs import operators
 
 # What onnxruntime runs integer products with.
 INTEGER_OPERATORS = (
@@ -43,6 +43,7 @@ class Trial:
         own: what the model itself differs by for an input that differs in its last digits, where `error` is above what
             is taken and no more than some of that.
         holds: the file is right there.
+        raised: what the runtime said instead of giving numbers.
     """
 
     sizes: Mapping[str, int]
@@ -50,12 +51,13 @@ class Trial:
     values: str = ""
     own: float = 0.0
     holds: bool = True
+    raised: str = ""
 
     def __str__(self) -> str:
         sizes = ", ".join(f"{name} {size}" for name, size in self.sizes.items()) or "the example"
         values = f", {self.values}" if self.values else ""
         own = f" (the model's own for a change in the last digit: {self.own:.1e})" if self.own else ""
-        return f"{sizes}{values}: {self.error:.1e}{own}"
+        return f"{sizes}{values}: {self.raised or f'{self.error:.1e}'}{own}"
 
 
 def session_of(path: Path, optimized: Path | None = None) -> Any:
@@ -76,11 +78,7 @@ def open_session(path: Path) -> tuple[Any, dict[str, int]]:
         optimized = Path(folder) / "optimized.onnx"
         session = session_of(path, optimized)
         model = need("onnx", "onnx").load(str(optimized), load_external_data=False)
-    counts: dict[str, int] = {}
-    for node in nodes_of(model.graph):
-        if node.op_type in INTEGER_OPERATORS:
-            counts[node.op_type] = counts.get(node.op_type, 0) + 1
-    return session, dict(sorted(counts.items()))
+    return session, {name: number for name, number in operators(model).items() if name in INTEGER_OPERATORS}
 
 
 def run(session: Any, names: Sequence[str], tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -21,11 +21,10 @@ from torch import Tensor
 
 from headwise._checks import at_least, invalid
 from headwise.data.samples import Series, pad
-from headwise.data.timeseries import read_series
 from headwise.models.classifier import SequenceClassifier, SeriesEmbedding
 from headwise.models.files import save
 from headwise.pipelines import runners
-from headwise.pipelines.shared import BATCH, able, bytes_of, load_classifier, padded_batches, same_time
+from headwise.pipelines.shared import BATCH, able, bytes_of, load_classifier, padded_batches, read_fitting
 from headwise.quant.linear import Int8Linear
 from headwise.quant.quantize import quantize, report
 
@@ -121,10 +120,7 @@ def benchmark_classifier(
         raise invalid(
             function, "directory", "hold a float model, which is made int8 here", f"an int8 one, in {directory}"
         )
-    series = None
-    if data is not None:
-        series = read_series(data, class_names=model.class_names, channel_names=model.channel_names)
-        same_time(function, model, series, data)
+    series = None if data is None else read_fitting(function, model, data)
     say = progress or (lambda _: None)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

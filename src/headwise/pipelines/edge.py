@@ -18,7 +18,6 @@ import torch
 from headwise._checks import invalid
 from headwise._files import whole
 from headwise.data.samples import Series
-from headwise.data.timeseries import read_series
 from headwise.models.classifier import SequenceClassifier
 from headwise.models.files import save
 from headwise.pipelines import runners
@@ -33,6 +32,7 @@ from headwise.pipelines.shared import (
     made_folder,
     num_learnt,
     padded_batches,
+    read_fitting,
     read_labelled,
     same_time,
     scored,
@@ -143,7 +143,7 @@ def quantize_classifier(
     told = output / "report.json"
     if told.exists() and not told.is_file():
         raise invalid(function, "output", "be a folder in which report.json can be written", output)
-    calibration = None if data is None else _read(function, model, data)
+    calibration = None if data is None else read_fitting(function, model, data)
     tested, measured_on = calibration, data
     if test is not None:
         tested, measured_on = read_labelled(function, test, model.class_names, model.channel_names), test
@@ -214,7 +214,7 @@ def export_classifier(
         if path.exists() and not path.is_file():  # a device neither: what is written is read again, and tried
             raise invalid(function, "output", "be a file that can be written", f"{path}, which is something else")
     model = load_classifier(function, directory)
-    series = None if data is None else _read(function, model, data)
+    series = None if data is None else read_fitting(function, model, data)
     tried = None if series is None else series.subset(range(min(len(series), _TRIED)))
     if tried is not None:
         logits_of(function, model, tried)  # where that overflows, it is not the file's fault
@@ -237,12 +237,6 @@ def _format(function: str, output: Path, given: str | None) -> str:
     if suffix in FORMATS.values() and suffix != FORMATS[given]:
         raise invalid(function, "output", f"end in {FORMATS[given]}, as the format is {given}", output)
     return given
-
-
-def _read(function: str, model: SequenceClassifier, data: str | os.PathLike[str]) -> Series:
-    series = read_series(data, class_names=model.class_names, channel_names=model.channel_names)
-    same_time(function, model, series, data)
-    return series
 
 
 def _beside(

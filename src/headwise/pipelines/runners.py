@@ -5,12 +5,9 @@ Axis letters: B batch, L positions, X channels, Y classes.
 
 from __future__ import annotations
 
-import io
 import json
 import re
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -76,25 +73,9 @@ def _to_executorch(model: SequenceClassifier, series: Series | None, output: Pat
     (names,) = beside(output, "executorch")
     with whole(names) as part:  # written first, so that the two are there, or neither
         part.write_text(json.dumps(says, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        with _hushed():
+        with quiet_start(again=True):
             made = export_executorch(model, x_1LX, output, max_size=longest, verbose=False)
     return made, says, (output, names)
-
-
-@contextmanager
-def _hushed() -> Iterator[None]:
-    """Without the lines in which ExecuTorch's C++ part tells of the processor and of its threads.
-
-    Some come through Python's own stderr, which need not be the process's, in a notebook for instance.
-    """
-    aside = io.StringIO()
-    try:
-        with quiet_start(again=True), redirect_stderr(aside):
-            yield
-    finally:
-        for line in aside.getvalue().splitlines(keepends=True):
-            if not line.startswith(("[cpuinfo_utils.cpp:", "[threadpool.cpp:")):
-                sys.stderr.write(line)
 
 
 def _says(model: SequenceClassifier, size: str) -> dict[str, Any]:
@@ -171,7 +152,7 @@ class _Executorch:
     takes_batches = False
 
     def __init__(self, path: Path, threads: int) -> None:
-        with _hushed():
+        with quiet_start(again=True):
             runtime = need("executorch.runtime", "edge")
             need("executorch.extension.pybindings.portable_lib", "edge")._unsafe_reset_threadpool(threads)
             self.program = runtime.Runtime.get().load_program(path)  # methods do not keep it alive

@@ -111,6 +111,13 @@ def read_labelled(
     return series
 
 
+def read_fitting(function: str, model: SequenceClassifier, path: str | os.PathLike[str]) -> Series:
+    """Series with the channels and the time of the training, and of its classes where they have labels."""
+    series = read_series(path, class_names=model.class_names, channel_names=model.channel_names)
+    same_time(function, model, series, path)
+    return series
+
+
 def load_classifier(function: str, directory: str | os.PathLike[str]) -> SequenceClassifier:
     model = load(directory)
     if not isinstance(model, SequenceClassifier) or model.num_channels is None:
