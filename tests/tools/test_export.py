@@ -51,7 +51,8 @@ def example(subject, padded, batch, **lengths):
 
 
 def agree(got, want):
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    """To float32's rounding with room: it differs between processors, and the page must say the same on each."""
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
 def check(model, shapes, strict, tensors_of):

@@ -54,7 +54,7 @@ def test_forward_hooks(subject, side, training, padded):
     with torch.no_grad():
         got = subject.call(model, *inputs, **words)
     assert seen == {name: ["before", "after"] for name in called(model)}
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     for handle in handles:
         handle.remove()
     assert torch.equal(subject.call(model, *inputs, **words), want)
@@ -197,5 +197,5 @@ def test_global_hooks(subject, side, training):
             handle.remove()
     missed = {name: calls for name, calls in seen.items() if len(calls) < 4}
     assert missed == {}
-    torch.testing.assert_close(got.detach(), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got.detach(), want, rtol=1e-4, atol=1e-4)
     assert torch.equal(subject.call(model, *inputs).detach(), want)
