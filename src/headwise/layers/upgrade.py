@@ -130,12 +130,8 @@ def downgrade(model: nn.Module, optimizer: Optimizers = None, *, where: Where = 
 
 
 def upgradable(model: nn.Module) -> list[nn.Module]:
-    """The layers that `upgrade` is going to change.
-
-    Raises:
-        ValueError: there are none.
-    """
-    return [module for _, module, _ in _Plan("upgrade", model, None, become.TARGETS).found]
+    """The layers that `upgrade` would change; where there are none, it raises."""
+    return [module for _, module, _ in _search(model, None, become.TARGETS).found]
 
 
 @dataclass

@@ -46,7 +46,7 @@ def open_up(function: str, model: nn.Module, optimizer: Optimizers = None) -> No
         ValueError: no module, TorchScript, or something that `upgrade` or `split_projections` refuses.
     """
     _check_module(function, model)
-    if _has_stock(model):
+    if _stock(model):
         # Without an optimizer nobody holds the packed parameters: they are cut below, and nothing is to be warned of
         upgrade(model, optimizer, fused_qkv=optimizer is None)
     cut: dict[Tensor, list[Any]] = {}
@@ -75,7 +75,7 @@ def plan(function: str, model: nn.Module, where: Where, optimizer: Optimizers) -
         ValueError: as `find_linears`; projections that cannot be cut, or that are used elsewhere too.
     """
     _check_module(function, model)
-    opened = frozenset(map(id, upgradable(model) if _has_stock(model) else ()))
+    opened = frozenset(map(id, _stock(model)))
     packed = {}
     for name, module in model.named_modules():
         stock = optimizer is None and isinstance(module, nn.MultiheadAttention) and id(module) in opened
@@ -142,8 +142,10 @@ def _check_module(function: str, model: nn.Module) -> None:
         raise invalid(function, "model", "be an nn.Module that is not scripted", class_of(model))
 
 
-def _has_stock(model: nn.Module) -> bool:
-    return any(type(module) in TARGETS for module in model.modules())
+def _stock(model: nn.Module) -> list[nn.Module]:
+    """The layers of torch that are to be upgraded; none where all of them are parametrized."""
+    found = upgradable(model)
+    return found if any(type(module) in TARGETS for module in found) else []
 
 
 def _split(module: ProjectedAttention, cut: dict[Tensor, list[Any]]) -> None:

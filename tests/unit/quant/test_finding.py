@@ -171,3 +171,36 @@ def test_what_a_layer_of_torch_reads_is_left_by_any_of_its_names(first):
     headwise.prepare_qat(model)
     assert type(model["shared"]) is nn.Linear
     assert type(model["own"]) is FakeQuantLinear
+
+
+class Asking(nn.Module):
+    """Asks for the class of its attention, so that upgrade leaves that."""
+
+    def __init__(self, linear=None):
+        super().__init__()
+        self.attn = nn.MultiheadAttention(8, 2, batch_first=True)
+        self.linear = linear
+
+    def forward(self, x):
+        assert isinstance(self.attn, nn.MultiheadAttention)
+        y = self.attn(x, x, x, need_weights=False)[0]
+        return y if self.linear is None else self.linear(y)
+
+
+@pytest.mark.filterwarnings("ignore:upgrade. left as they are. 0.attn:UserWarning")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("beside", [[], [nn.TransformerEncoderLayer(5, 1, 7, batch_first=True)]])
+def test_the_only_stock_layer_may_be_one_that_stays(way, beside):
+    """Whether another one beside it is changed makes no difference."""
+    model = nn.Sequential(Asking(nn.Linear(8, 5)), *beside).eval()
+    with pytest.warns(UserWarning, match=rf"{way.__name__}: left in float: 0.attn \(MultiheadAttention\): "):
+        turned = way(model)
+    assert type(turned[0].linear) in (Int8Linear, FakeQuantLinear)
+    assert type(turned[0].attn) is nn.MultiheadAttention
+    turned(torch.randn(3, 7, 8))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_but_a_stock_layer_that_stays_is_refused_by_the_functions_own_name(way):
+    with pytest.raises(ValueError, match=rf"^{way.__name__}: model must hold an nn.Linear, .*; got only attn.out_proj"):
+        way(Asking())
