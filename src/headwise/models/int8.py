@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from headwise.quant.finding import find_linears, open_up
 from headwise.quant.linear import Int8Linear
 from headwise.quant.saved import empty_state
-from headwise.quant.state import FULL, LEVELS, MOST_BIAS
+from headwise.quant.state import FULL, LEAST_SCALE, LEVELS, MOST_BIAS
 
 Kinds = dict[str, str]  # the name of each int8 linear -> "static" or "dynamic"
 
 _KINDS = ("static", "dynamic")
-_LEAST_SCALE = 1e-37  # of an input; no quantization makes such
 
 
 def kinds_of(model: nn.Module) -> Kinds:
@@ -60,7 +59,7 @@ def wrong_numbers(state: dict[str, Tensor], kinds: Kinds) -> str:
 
 def _wrong_static(part: dict[str, Tensor]) -> str:
     scale = part["input_scale"].double()
-    if scale < _LEAST_SCALE:
+    if scale < LEAST_SCALE:
         return f"{scale.item():.3g}, whose reciprocal is no float32 number with room above it, in {{}}.input_scale"
     greatest = part["weight_scale"].double().amax().item() if part["weight_scale"].numel() else 0.0
     if greatest * scale.item() * 2.0**31 > torch.finfo(torch.float32).max:

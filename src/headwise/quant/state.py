@@ -21,6 +21,7 @@ from headwise._checks import invalid, is_number, kind_of
 LEVELS = 255  # of a u8 input, above the lowest
 FULL, REDUCED = 127, 63  # the greatest weight, and the one that no processor's 16-bit sums overflow on: 2 * 255 * 63
 _SMALLEST = 1e-35  # of a scale, so that its reciprocal and its product with another are still float32 numbers
+LEAST_SCALE = _SMALLEST / 2  # of an input, that is accepted: the smallest one made, with room for rounding
 MOST_BIAS = 2**30  # of an int32 bias
 _FINE_BIAS = 2**24  # steps of a bias that stands alone: as float32 has it
 _MOST_SUM = 2**31 - 1  # of what the processor adds up
@@ -240,7 +241,7 @@ def _check_state(state: Int8State) -> None:
         got = f"{state.input_scale} and {state.input_zero_point}"
         raise invalid("Int8State", "input_scale and input_zero_point", "both be given, or none", got)
     zero_point, step = state.input_zero_point, state.input_scale
-    if step is not None and not (is_number(step) and _SMALLEST / 2 <= step <= _MOST_FLOAT):
+    if step is not None and not (is_number(step) and LEAST_SCALE <= step <= _MOST_FLOAT):
         raise invalid("Int8State", "input_scale", f"be finite and at least {_SMALLEST}", repr(step))
     if zero_point is not None and not (type(zero_point) is int and 0 <= zero_point <= LEVELS):
         raise invalid("Int8State", "input_zero_point", "be an int of 0 to 255", repr(zero_point))
@@ -250,3 +251,7 @@ def _check_state(state: Int8State) -> None:
         raise invalid("Int8State", "weight", "be within +-127", int(weight.amin()))
     if not ((scale > 0) & scale.isfinite()).all():
         raise invalid("Int8State", "weight_scale", "be above 0 and finite", "others among them")
+    if bias is not None and state.is_static and bias.numel():
+        greatest = int(bias.long().abs().amax())
+        if greatest > MOST_BIAS:
+            raise invalid("Int8State", "bias", f"be within +-{MOST_BIAS}, to be added to sums of int32", greatest)

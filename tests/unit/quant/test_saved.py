@@ -84,6 +84,16 @@ WRONG = {
 }
 
 
+def test_a_bias_that_no_quantization_makes_is_refused():
+    model, x = build(), torch.randn(8, 5)
+    state = headwise.quantize(model, [x]).state_dict()
+    for great in (2**30, -(2**30)):
+        from_state_dict(model, changed(state, "1.layers.0.linear1.int_bias", torch.full((24,), great).int()))
+    for greater in (2**31 - 1, -(2**31)):
+        with pytest.raises(ValueError, match=r"^from_state_dict: .*be as it was saved; got in 1.*Int8State: bias must"):
+            from_state_dict(model, changed(state, "1.layers.0.linear1.int_bias", torch.full((24,), greater).int()))
+
+
 @pytest.mark.parametrize("kind", WRONG)
 def test_refused(kind):
     make, says = WRONG[kind]

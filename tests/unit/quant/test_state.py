@@ -179,6 +179,8 @@ WEIGHT, SCALE = torch.ones(3, 4, dtype=torch.int8), torch.ones(3)
         ((WEIGHT, SCALE, None, 1.0), "both be given, or none"),
         ((WEIGHT, SCALE, None, -1.0, 3), "input_scale must be finite"),
         ((WEIGHT, SCALE, None, 1e-45, 3), "input_scale must be finite"),
+        ((WEIGHT, SCALE, torch.full((3,), 2**30 + 1).int(), 1.0, 3), r"bias must be within .*; got 1073741825"),
+        ((WEIGHT, SCALE, torch.full((3,), -(2**31)).int(), 1.0, 3), r"bias must be within .*; got 2147483648"),
         ((WEIGHT, SCALE, None, 1.0, 300), "input_zero_point must be an int of 0 to 255"),
         ((WEIGHT, SCALE, None, 1.0, 3.5), "input_zero_point must be an int of 0 to 255"),
     ],
