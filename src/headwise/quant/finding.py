@@ -164,24 +164,22 @@ def _split(module: ProjectedAttention, cut: dict[Tensor, list[Any]]) -> None:
 def _check_ties(function: str, model: nn.Module, packed: dict[str, Any]) -> None:
     """Hold that what is to be cut is used by attention alone that is cut with it, and to parts of the same sizes."""
     cut = {id(module) for module in packed.values()}
-    held = list(held_by(model)) if packed else []
+    held = [(one, *span(one.tensor)) for one in held_by(model)] if packed else []
     for path, module in packed.items():
         for name in _PACKED:
             parameter = module._parameters[name]
-            for other in held if parameter is not None else ():
+            if parameter is None:
+                continue
+            first, last = span(parameter)
+            for other, start, stop in held:
                 is_same = other.tensor is parameter
                 if is_same and other.name == name and id(other.owner) in cut and _rows(other.owner) == _rows(module):
                     continue  # itself, or one that it stays tied to
-                if is_same or _overlap(other.tensor, parameter):
+                if is_same or (start < last and first < stop):
                     rule = (
                         "be used by nothing that stays as it is, as it is cut in three: untie it, tie the parts after"
                     )
                     raise invalid(function, f"{path}.{name}".lstrip("."), rule, f"also {other.path}, the same memory")
-
-
-def _overlap(one: Tensor, other: Tensor) -> bool:
-    (start, stop), (first, last) = span(one), span(other)
-    return start < last and first < stop
 
 
 def _rows(attention: Any) -> tuple[int, int, int]:
