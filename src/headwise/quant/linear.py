@@ -234,16 +234,17 @@ class _Held(NamedTuple):
 def _run(layers: Sequence[Int8Linear], x: Tensor) -> Tensor | None:
     """The outputs of layers of one kind side by side; None where their inputs have several scales."""
     first = layers[0]
-    engine = X86.engine(
-        first.is_static, x.numel() // first.in_features, sum([one.int_weight.numel() for one in layers])
-    )
+    wide = first.in_features
+    engine = X86.engine(first.is_static, x.numel() // wide, wide * sum([one.out_features for one in layers]))
     packed = _packed(layers, x, engine)
     if packed is None:
         return None
     out = X86.run(packed, x)
-    if out is None and (packed := _packed(layers, x, "fbgemm")) is not None:
-        out = X86.run_any(packed, x)
-    return out
+    if out is not None:
+        return out
+    packed = _packed(layers, x, "fbgemm")
+    assert packed is not None, "their inputs have one scale, as above"
+    return X86.run_any(packed, x)
 
 
 def _packed(layers: Sequence[Int8Linear], x: Tensor, engine: str) -> Packed | None:
