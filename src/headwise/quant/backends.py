@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from headwise.quant.state import FULL, REDUCED, Int8State, scale_of
+from headwise.quant.state import FULL, REDUCED, Int8State, dynamic_scale
 
 # Where the range of its input is narrower, fbgemm takes a wider one: 1e-5 times a normal input becomes all zeros.
 _LEAST_RANGE = 6.1e-5 * 255 * 1.01
+_LEAST_ENERGY = _LEAST_RANGE**2  # an input of a greater mean square has a wider range for certain
 # From where oneDNN's greater start pays: rows, and multiplications
 _MANY_ROWS, _MUCH_WORK = 64, 2**24
 _ENGINE = threading.Lock()  # torch's engine belongs to the whole process
@@ -35,7 +36,6 @@ class Packed(NamedTuple):
         static: the operator for a known scale.
         dynamic: the operator that finds the scale.
         by_onednn: whether the weights are packed for oneDNN.
-        least_energy: mean square of the smallest input that `dynamic` rounds as it should.
     """
 
     weights: Any
@@ -45,7 +45,6 @@ class Packed(NamedTuple):
     static: Any
     dynamic: Any
     by_onednn: bool
-    least_energy: float = _LEAST_RANGE**2
 
 
 class _X86:
@@ -54,9 +53,6 @@ class _X86:
     """
 
     name = "x86"
-
-    def __repr__(self) -> str:
-        return f"<backend {self.name}>"
 
     def why_not(self, state: Int8State, device: torch.device) -> str:
         """Why it cannot run this; empty where it can."""
@@ -110,7 +106,7 @@ class _X86:
         if packed.input_scale is not None:
             if math.isfinite(energy):
                 return cast(Tensor, packed.static(x, packed.input_scale, packed.input_zero_point, packed.weights))
-        elif packed.least_energy * flat.shape[0] < energy < math.inf:
+        elif _LEAST_ENERGY * flat.shape[0] < energy < math.inf:
             if packed.by_onednn:
                 return self._in_known_sizes(packed, x)
             return cast(Tensor, packed.dynamic(x, packed.weights, packed.seven_bits))
@@ -132,8 +128,8 @@ class _X86:
         x = torch.where(keep, x, 0.0)
         scale, zero_point = packed.input_scale, packed.input_zero_point
         if scale is None:
-            low, high = torch.aminmax(x) if x.numel() else (x.new_zeros(()), x.new_zeros(()))
-            scale, zero_point = scale_of(low.item(), high.item())
+            step, zero = dynamic_scale(x)
+            scale, zero_point = step.item(), int(zero)
             if packed.seven_bits:  # twice the step, half the zero point
                 scale, zero_point = 2 * scale, zero_point // 2
         return torch.where(keep, packed.static(x, scale, zero_point, packed.weights), math.nan)
@@ -143,13 +139,6 @@ class _Reference:
     """Float arithmetic on the same rounded numbers, on every device."""
 
     name = "reference"
-
-    def __repr__(self) -> str:
-        return f"<backend {self.name}>"
-
-    def why_not(self, state: Int8State, device: torch.device) -> str:
-        """Nothing is in the way."""
-        return ""
 
 
 X86, REFERENCE = _X86(), _Reference()
