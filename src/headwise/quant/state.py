@@ -189,24 +189,25 @@ def make_state(
     if weight.shape[1] > widest:
         rule = f"be at most {widest:,} wide, or the sums of int8 products overflow; where= leaves it in float"
         raise invalid(function, name, rule, f"{weight.shape[1]:,} input features")
-    scales = weight_scales(weight, reduce_range)
+    scales, scale, zero_point = weight_scales(weight, reduce_range), None, None
+    bias = None if bias is None else bias.detach().clone()
+    if input_range is not None:
+        scale, zero_point = scale_of(*input_range)
+        if bias is not None:
+            scales = _for_bias(scales, weight.detach(), bias.double(), scale)
+            bias = (bias.double() / (scale * scales.double())).round().to(torch.int32)
     rounded = (weight.detach() / scales[:, None]).round_().clamp_(-most, most).to(torch.int8)
-    if input_range is None:
-        return Int8State(rounded, scales, None if bias is None else bias.detach().clone())
-    low, high = input_range
-    scale, zero_point = scale_of(low, high)
-    if bias is not None:
-        # A row without weights has no scale of its own, but its bias wants a fine one
-        empty = (weight == 0).all(1) & (bias != 0)
-        fine = (bias.detach().double().abs() / (scale * _FINE_BIAS)).clamp(_SMALLEST, _MOST_FLOAT).float()
-        scales = torch.where(empty, fine, scales)
-        steps = bias.detach().double() / (scale * scales.double())
-        if (steps.abs() > MOST_BIAS).any():  # a bias far above all that the inputs can bring: coarser weights hold it
-            scales = torch.maximum(scales, (bias.detach().double().abs() / (scale * MOST_BIAS)).float() * (1 + 1e-6))
-            rounded = (weight.detach() / scales[:, None]).round_().clamp_(-most, most).to(torch.int8)
-            steps = bias.detach().double() / (scale * scales.double())
-        bias = steps.round().to(torch.int32)
     return Int8State(rounded, scales, bias, scale, zero_point)
+
+
+def _for_bias(scales: Tensor, weight: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """Scales of weights by which a static layer's bias can be an int32 number too."""
+    # A row without weights has no scale of its own, but its bias wants a fine one
+    empty = (weight == 0).all(1) & (bias != 0)
+    fine = (bias.abs() / (scale * _FINE_BIAS)).clamp(_SMALLEST, _MOST_FLOAT).float()
+    # A bias far above all that the inputs can bring: coarser weights hold it
+    coarse = (bias.abs() / (scale * MOST_BIAS)).float() * (1 + 1e-6)
+    return torch.maximum(torch.where(empty, fine, scales), coarse)
 
 
 def _check_float(function: str, name: str, weight: Tensor, bias: Tensor | None) -> None:
