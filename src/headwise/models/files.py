@@ -68,11 +68,12 @@ def save(model: nn.Module, directory: str | os.PathLike[str]) -> Path:
         rule = "be trained to its end: convert it first (headwise.convert), or save its state_dict() to go on later"
         raise invalid("save", "model", rule, "one that headwise.prepare_qat prepared")
     kinds = kinds_of(model)
-    bare = _bare(name, arguments, kinds)
-    _same_parameters("save", "model", state, bare)
+    bare = _bare(name, arguments, kinds).state_dict()
+    _same_parameters("save", "model", state, bare, name)
     if any(value.is_meta for value in state.values()):
         raise invalid("save", "model", "hold numbers", "a model on the meta device")
-    _same_numbers("save", "model", state, bare, "; quantize it in float32, and change nothing of it after that")
+    cure = "; quantize it in float32, and change nothing of it after that"
+    _same_numbers("save", "model", state, bare, kinds, cure)
     state = {key: value.detach().to("cpu", copy=True).contiguous() for key, value in state.items()}
     weights: bytes = codec.save(state)
     digest = hashlib.sha256(weights).hexdigest()
@@ -157,8 +158,9 @@ def load(directory: str | os.PathLike[str], *, device: torch.device | str | int 
     except (TypeError, ValueError) as error:
         rule = f"hold arguments that {config['class']} takes"
         raise _refused(config_file, rule, str(error)) from error
-    _same_parameters("load", str(weights_file), state, model)
-    _same_numbers("load", str(weights_file), state, model)
+    bare = model.state_dict()
+    _same_parameters("load", str(weights_file), state, bare, config["class"])
+    _same_numbers("load", str(weights_file), state, bare, kinds)
     model.load_state_dict(state, assign=True)
     return model.to(device).eval()
 
@@ -200,9 +202,11 @@ def _sweep(folder: Path) -> None:
             part.unlink(missing_ok=True)
 
 
-def _same_parameters(function: str, argument: str, state: dict[str, Any], model: nn.Module) -> None:
-    """Hold that `state` has the names and shapes of the model's."""
-    wanted = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+def _same_parameters(
+    function: str, argument: str, state: dict[str, Any], bare: dict[str, Tensor], class_name: str
+) -> None:
+    """Hold that `state` has the names and shapes of the bare model's."""
+    wanted = {key: tuple(value.shape) for key, value in bare.items()}
     # What is no tensor belongs to a quantized child.
     got = {
         key: tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__ for key, value in state.items()
@@ -210,15 +214,16 @@ def _same_parameters(function: str, argument: str, state: dict[str, Any], model:
     if wanted != got:
         different = sorted(key for key in wanted.keys() | got.keys() if wanted.get(key) != got.get(key))
         key = different[0]
-        rule = f"hold the parameters that {type(model).__name__} has with these arguments"
+        rule = f"hold the parameters that {class_name} has with these arguments"
         what = f"{len(different)} that differ, first {key!r}: {got.get(key)} instead of {wanted.get(key)}"
         raise invalid(function, argument, rule, what)
 
 
-def _same_numbers(function: str, argument: str, state: dict[str, Any], model: nn.Module, cure: str = "") -> None:
+def _same_numbers(
+    function: str, argument: str, state: dict[str, Any], bare: dict[str, Tensor], kinds: Kinds, cure: str = ""
+) -> None:
     """Hold that parameters are floating, in any dtype, and that int8 linears hold what a quantization makes."""
-    kinds = kinds_of(model)
-    for key, wanted in model.state_dict().items():
+    for key, wanted in bare.items():
         dtype = state[key].dtype
         if key.rpartition(".")[0] in kinds:
             if dtype != wanted.dtype:

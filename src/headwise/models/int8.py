@@ -15,6 +15,7 @@ from headwise.quant.state import FULL, LEAST_SCALE, LEVELS, MOST_BIAS
 Kinds = dict[str, str]  # the name of each int8 linear -> "static" or "dynamic"
 
 _KINDS = ("static", "dynamic")
+_PARTS = ("int_weight", "weight_scale", "int_bias", "input_scale", "input_zero_point")  # that have limits
 
 
 def kinds_of(model: nn.Module) -> Kinds:
@@ -40,13 +41,13 @@ def make_int8(model: nn.Module, kinds: Kinds) -> None:
 
 def check_kinds(kinds: Any) -> bool:
     """Whether this is what a config may hold of int8 linears."""
-    return isinstance(kinds, dict) and bool(kinds) and all(kind in list(_KINDS) for kind in kinds.values())
+    return isinstance(kinds, dict) and bool(kinds) and all(kind in _KINDS for kind in kinds.values())
 
 
 def wrong_numbers(state: dict[str, Tensor], kinds: Kinds) -> str:
     """What in the int8 linears no quantization ever makes; empty if there is nothing."""
     for name in kinds:
-        part = {key.rpartition(".")[2]: value for key, value in state.items() if key.rpartition(".")[0] == name}
+        part = {key: state[f"{name}.{key}"] for key in _PARTS if f"{name}.{key}" in state}
         if part["int_weight"].numel() and int(part["int_weight"].amin()) < -FULL:
             return f"-128 in {name}.int_weight"
         for key in ("weight_scale", "input_scale"):
