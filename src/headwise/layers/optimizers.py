@@ -57,11 +57,18 @@ def _with_wrapped(optimizers: list[torch.optim.Optimizer]) -> list[torch.optim.O
     return list(found.values())
 
 
-def holds_any(optimizers: list[torch.optim.Optimizer], model: nn.Module) -> bool:
-    """Whether some group of one of them holds a Parameter of the model."""
+def check_holds(function: str, optimizers: list[torch.optim.Optimizer], model: nn.Module) -> None:
+    """Hold that some group of one of them holds a Parameter of the model.
+
+    Raises:
+        ValueError: none does.
+    """
     own = {id(parameter) for parameter in model.parameters()}
     groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-    return any(id(parameter) in own for group in groups for parameter in group["params"])
+    if not any(id(parameter) in own for group in groups for parameter in group["params"]):
+        rule = "hold parameters of this model; pass the one that trains it, or none and build it afterwards"
+        kinds = ", ".join(type(one).__name__ for one in optimizers)
+        raise invalid(function, "optimizer", rule, f"{kinds} with none of them" if kinds else "none in a list")
 
 
 def plan_optimizers(function: str, optimizers: list[torch.optim.Optimizer], exchanges: Exchanges) -> Followed:

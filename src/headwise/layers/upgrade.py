@@ -22,7 +22,7 @@ from headwise.core.multihead import MultiheadAttention
 from headwise.layers import become
 from headwise.layers.asked import who_asks
 from headwise.layers.exchange import WHOLE_CURE, Exchanges, described
-from headwise.layers.optimizers import Followed, Optimizers, holds_any, listed, plan_optimizers
+from headwise.layers.optimizers import Followed, Optimizers, check_holds, listed, plan_optimizers
 
 __all__ = ["downgrade", "upgrade"]
 
@@ -134,6 +134,13 @@ def upgradable(model: nn.Module) -> list[nn.Module]:
     return [module for _, module, _ in _search(model, None, become.TARGETS).found]
 
 
+def wrapper_kinds() -> tuple[type, ...]:
+    """The classes of torch around a model, or in it, that keep Parameters where no one can replace them."""
+    fsdp = getattr(torch.distributed, "fsdp", None)  # loaded, if a model is sharded
+    sharded = (getattr(fsdp, name) for name in ("FullyShardedDataParallel", "FSDPModule") if hasattr(fsdp, name))
+    return (nn.parallel.DistributedDataParallel, *sharded)
+
+
 @dataclass
 class _Search:
     """The modules to change, with the class that each is known by, and those that stay although they look like it."""
@@ -178,10 +185,8 @@ class _Plan:
         _check_wrappers(self.function, modules, self.exchanges)
         self.exchanges.check_other_uses(modules)
         followed = plan_optimizers(self.function, optimizers, self.exchanges)
-        if optimizers and not holds_any(optimizers, self.model):
-            kinds = ", ".join(type(one).__name__ for one in optimizers)
-            rule = "hold parameters of this model; pass the one that trains it, or none and build it afterwards"
-            raise invalid(self.function, "optimizer", rule, f"{kinds} with none of them")
+        if optimizers:
+            check_holds(self.function, optimizers, self.model)
         if self.left:  # before the first change: a warning may be an error
             which = ", ".join(self.left)
             warnings.warn(f"{self.function}: left as they are: {which}; {_cure(self.function)}", stacklevel=3)
@@ -278,10 +283,9 @@ def _check_wrappers(function: str, modules: dict[int, tuple[str, nn.Module]], ex
     going = {id(old): exchange for exchange in exchanges for old in exchange.old}
     if not going:
         return
-    fsdp = getattr(torch.distributed, "fsdp", None)  # loaded, if a model is sharded
-    kinds = tuple(getattr(fsdp, name) for name in ("FullyShardedDataParallel", "FSDPModule") if hasattr(fsdp, name))
+    kinds = wrapper_kinds()
     for name, module in modules.values():
-        if not isinstance(module, (nn.parallel.DistributedDataParallel, *kinds)):
+        if not isinstance(module, kinds):
             continue
         for parameter in module.parameters():
             if id(parameter) in going:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,11 +16,9 @@ from headwise.core.projections import ProjectedAttention
 from headwise.layers.become import TARGETS
 from headwise.layers.exchange import span
 from headwise.layers.optimizers import Optimizers
-from headwise.layers.upgrade import upgradable, upgrade
+from headwise.layers.upgrade import Where, upgradable, upgrade
 from headwise.quant.fake import FakeQuantLinear
 from headwise.quant.linear import Int8Linear
-
-Where = Callable[[str, nn.Module], Any] | None
 
 # These read the weights of their children and never call them, in eval at least
 _BYPASS = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)

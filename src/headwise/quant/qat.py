@@ -10,9 +10,10 @@ from torch import nn
 
 from headwise._checks import class_of, counted, invalid, positive
 from headwise.core.projections import ProjectedAttention
-from headwise.layers.optimizers import Optimizers, holds_any, listed
+from headwise.layers.optimizers import Optimizers, check_holds, listed
+from headwise.layers.upgrade import Where, wrapper_kinds
 from headwise.quant.fake import FakeQuantLinear
-from headwise.quant.finding import Where, check_own, open_up, plan
+from headwise.quant.finding import check_own, open_up, plan
 from headwise.quant.linear import Int8Linear
 from headwise.quant.quantize import copied_model, turned
 
@@ -178,20 +179,17 @@ def _trainable(function: str, linears: dict[str, nn.Linear]) -> dict[str, nn.Lin
 def _check_wrapper(function: str, model: nn.Module, rule: str) -> None:
     if not isinstance(model, nn.Module):
         raise invalid(function, "model", "be an nn.Module", class_of(model))
-    fsdp = getattr(torch.distributed, "fsdp", None)  # loaded, if a model is sharded
-    kinds = tuple(getattr(fsdp, name) for name in ("FullyShardedDataParallel", "FSDPModule") if hasattr(fsdp, name))
+    kinds: tuple[type, ...] = (nn.DataParallel, *wrapper_kinds())
     for name, module in model.named_modules():
-        if isinstance(module, (nn.parallel.DistributedDataParallel, nn.DataParallel, *kinds)):
+        if isinstance(module, kinds):
             raise invalid(function, "model", rule, f"a {class_of(module)}{f' at {name}' if name else ''}")
 
 
 def _check_optimizers(function: str, model: nn.Module, optimizer: Optimizers) -> None:
     """Refuse an optimizer over other parameters, and over projections that are to be cut and that it cannot follow."""
     optimizers = listed(function, optimizer)
-    if optimizer is not None and not holds_any(optimizers, model):
-        rule = "hold parameters of this model; pass the one that trains it, or none and build it afterwards"
-        kinds = ", ".join(type(one).__name__ for one in optimizers)
-        raise invalid(function, "optimizer", rule, f"{kinds} with none of them" if kinds else "none in a list")
+    if optimizer is not None:
+        check_holds(function, optimizers, model)
     held = {id(p) for one in optimizers for group in one.param_groups for p in group["params"]}
     for name, module in model.named_modules():
         fused = isinstance(module, ProjectedAttention) and module.fused_qkv

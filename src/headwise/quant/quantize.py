@@ -10,10 +10,11 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from headwise._checks import class_of, counted, invalid
+from headwise.layers.upgrade import Where
 from headwise.quant.calibrate import Calibration, ranges_of
 from headwise.quant.equalize import equalized
 from headwise.quant.fake import FakeQuantLinear
-from headwise.quant.finding import Where, check_own, find_linears, open_up
+from headwise.quant.finding import check_own, find_linears, open_up
 from headwise.quant.linear import Int8Linear
 from headwise.quant.state import REDUCED, Int8State, make_state
 
