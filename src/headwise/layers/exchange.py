@@ -109,7 +109,7 @@ class Exchanges:
                         raise self._tied(mine, f"{where}, which lies in the same memory")
             for name, value in vars(module).items():
                 if name not in ("_parameters", "_buffers", "_modules"):
-                    for found in _within(value):
+                    for found in tensors_in(value):
                         if id(found) in going:
                             kind = type(module).__name__
                             raise self._tied(going[id(found)].path, f"{path or 'model'}.{name} of a {kind}")
@@ -131,12 +131,13 @@ def span(tensor: Tensor) -> tuple[int, int]:
     return start, start + extent * tensor.element_size()
 
 
-def _within(value: object, depth: int = 2) -> Iterator[nn.Parameter]:
-    if isinstance(value, nn.Parameter):
+def tensors_in(value: object, depth: int = 2) -> Iterator[Tensor]:
+    """A tensor itself, or those in a list, tuple, set or dict, and in such a one inside it."""
+    if isinstance(value, Tensor):
         yield value
     elif depth and isinstance(value, (list, tuple, set, frozenset, dict)):
         for inner in list(value.values()) if isinstance(value, dict) else list(value):
-            yield from _within(inner, depth - 1)
+            yield from tensors_in(inner, depth - 1)
 
 
 def _check(function: str, parameter: nn.Parameter, path: str, cure: str) -> None:

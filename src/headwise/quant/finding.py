@@ -14,7 +14,7 @@ from headwise._checks import class_of, invalid
 from headwise.core.layouts import CHILDREN, LOOKS_ONLY, WEIGHTS, check_split, rows
 from headwise.core.projections import ProjectedAttention
 from headwise.layers.become import TARGETS
-from headwise.layers.exchange import span
+from headwise.layers.exchange import span, tensors_in
 from headwise.layers.optimizers import Optimizers
 from headwise.layers.upgrade import Where, upgradable, upgrade
 from headwise.quant.fake import FakeQuantLinear
@@ -123,16 +123,8 @@ def held_by(model: nn.Module) -> Iterator[Held]:
     for path, module in model.named_modules():
         others = [item for item in vars(module).items() if item[0] not in ("_parameters", "_buffers", "_modules")]
         for name, value in (*module._parameters.items(), *module._buffers.items(), *others):
-            for tensor in _tensors(value):
+            for tensor in tensors_in(value):
                 yield Held(f"{path}.{name}".lstrip("."), module, name, tensor)
-
-
-def _tensors(value: object, depth: int = 2) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif depth and isinstance(value, (list, tuple, set, frozenset, dict)):
-        for inner in list(value.values()) if isinstance(value, dict) else list(value):
-            yield from _tensors(inner, depth - 1)
 
 
 def _check_module(function: str, model: nn.Module) -> None:
