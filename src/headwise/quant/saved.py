@@ -51,7 +51,7 @@ def from_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> nn.Modul
         raise invalid(_NAME, "state_dict", "be what state_dict() of an int8 model gave", class_of(state_dict))
     copied = copied_model(_NAME, model)
     open_up(_NAME, copied)
-    names = [key.removesuffix(_KEY).removesuffix(".") for key in state_dict if key.rpartition(".")[2] == _KEY]
+    names = [key.rpartition(".")[0] for key in state_dict if key.rpartition(".")[2] == _KEY]
     if not names:
         rule = "hold int8 layers; model.load_state_dict takes that of a float model"
         raise invalid(_NAME, "state_dict", rule, f"{len(state_dict)} entries without {_KEY}")
@@ -61,15 +61,12 @@ def from_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> nn.Modul
         if name not in linears:
             raise invalid(_NAME, "state_dict", "fit the model", f"{name!r}, which is no nn.Linear of {class_of(model)}")
         states[name] = _empty(name, linears[name], state_dict)
-    for name, state in states.items():  # all fit
-        Int8Linear.become(linears[name], state)
+    layers = {name: Int8Linear.become(linears[name], state) for name, state in states.items()}  # all fit
     try:
         copied.load_state_dict(state_dict)
     except RuntimeError as error:
         raise invalid(_NAME, "state_dict", "fit the model", f"{error}") from error
-    for name in names:
-        layer = copied.get_submodule(name)
-        assert isinstance(layer, Int8Linear)
+    for name, layer in layers.items():
         try:
             _ = layer.state
         except ValueError as error:
