@@ -17,14 +17,15 @@ from headwise._checks import invalid, kind_of
 from headwise.core.backends import eager
 from headwise.core.nested import read_samples
 from headwise.quant.backends import BACKENDS, REFERENCE, X86, Packed
-from headwise.quant.state import Int8State, float_linear
+from headwise.quant.state import Int8State, float_bias, float_linear
 
 _NAME = "Int8Linear"
 _NO_WEIGHT = f"{_NAME} has no weight: int_weight and weight_scale are what it has, state.weights() what they stand for"
 _DYNAMIC = ("int_weight", "weight_scale", "bias")
 _STATIC = ("int_weight", "weight_scale", "int_bias", "input_scale", "input_zero_point")
 _FLOATS = ("weight_scale", "bias", "input_scale")
-_FAKE = ("input_low", "input_high", "steps")  # of what a layer was in training
+_FAKE = ("input_low", "input_high", "steps")  # buffers of what a layer was in training
+_FAKE_SETTINGS = ("freeze_after", "reduce_range")  # and its attributes
 
 
 class Int8Linear(nn.Module):
@@ -78,7 +79,8 @@ class Int8Linear(nn.Module):
             made._parameters.pop(name, None)
         for name in (*_DYNAMIC, *_STATIC, *_FAKE):
             made._buffers.pop(name, None)
-        made.__dict__.pop("reset_parameters", None)  # of a projection in attention
+        for name in ("reset_parameters", *_FAKE_SETTINGS):  # the first: of a projection in attention
+            made.__dict__.pop(name, None)
         made.__class__ = cls
         made.out_features, made.in_features = state.weight.shape
         buffers: dict[str, Tensor | None] = {"int_weight": state.weight, "weight_scale": state.weight_scale}
@@ -184,7 +186,8 @@ class Int8Linear(nn.Module):
         if name == "weight":
             raise AttributeError(_NO_WEIGHT)
         if name == "bias" and self.is_static:
-            return self.state.biases()
+            own = self._buffers
+            return float_bias(own["int_bias"], self.weight_scale, own["input_scale"])
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -144,8 +144,6 @@ def convert(model: nn.Module, *, dynamic: bool = False) -> nn.Module:
     if not linears:
         rule = "come from headwise.prepare_qat; headwise.quantize turns a model that was not trained for it"
         raise invalid(function, "model", rule, f"{class_of(model)} without a FakeQuantLinear")
-    for linear in linears.values():
-        del linear.freeze_after, linear.reduce_range
     return turned(function, copied, linears, states)
 
 
