@@ -17,7 +17,7 @@ from headwise._checks import invalid, kind_of
 from headwise.core.backends import eager
 from headwise.core.nested import read_samples
 from headwise.quant.backends import BACKENDS, REFERENCE, X86, Packed
-from headwise.quant.state import Int8State, float_bias, float_linear
+from headwise.quant.state import Int8State, float_linear
 
 _NAME = "Int8Linear"
 _NO_WEIGHT = f"{_NAME} has no weight: int_weight and weight_scale are what it has, state.weights() what they stand for"
@@ -186,8 +186,7 @@ class Int8Linear(nn.Module):
         if name == "weight":
             raise AttributeError(_NO_WEIGHT)
         if name == "bias" and self.is_static:
-            own = self._buffers
-            return float_bias(own["int_bias"], self.weight_scale, own["input_scale"])
+            return self.state.biases()
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:

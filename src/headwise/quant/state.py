@@ -63,7 +63,7 @@ class Int8State:
 
     def biases(self) -> Tensor | None:
         """The bias that is added: (N,) float32, or None."""
-        return float_bias(self.bias, self.weight_scale, self.input_scale)
+        return _biases(self.bias, self.weight_scale, self.input_scale)
 
     def reference(self, x: Tensor) -> Tensor:
         """The layer by float arithmetic on the rounded numbers: int8's answer on any device, at float's speed.
@@ -98,12 +98,11 @@ def float_linear(
     scale = torch.as_tensor(scale, dtype=torch.float32, device=x.device)
     zero_point = torch.as_tensor(zero_point, device=x.device)
     x = (x * scale.reciprocal()).round().clamp(-zero_point, LEVELS - zero_point) * scale
-    out = functional.linear(x, weight * weight_scale[:, None], float_bias(bias, weight_scale, input_scale))
+    out = functional.linear(x, weight * weight_scale[:, None], _biases(bias, weight_scale, input_scale))
     return torch.where(keep, out, math.nan)
 
 
-def float_bias(bias: Tensor | None, weight_scale: Tensor, input_scale: Tensor | float | None) -> Tensor | None:
-    """`Int8State.biases` of a state in parts; the scale may be a tensor."""
+def _biases(bias: Tensor | None, weight_scale: Tensor, input_scale: Tensor | float | None) -> Tensor | None:
     if bias is None or input_scale is None:
         return bias
     # In double, as the product of two small scales may be no float32 number
