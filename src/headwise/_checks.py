@@ -16,7 +16,7 @@ from typing import SupportsIndex, TypeGuard
 from torch import Tensor
 
 
-def invalid(function: str, argument: str, rule: str, got: object, **tensors: Tensor | None) -> ValueError:
+def invalid(function: str, argument: str, rule: str, got: object, /, **tensors: Tensor | None) -> ValueError:
     """Build, not raise, the error for a caller's mistake.
 
     Args:
@@ -24,7 +24,8 @@ def invalid(function: str, argument: str, rule: str, got: object, **tensors: Ten
         argument: the argument at fault.
         rule: what it must do or be; reads after "must", and ends with the cure where there is one.
         got: what came instead.
-        tensors: the other tensors of the call; each is shown with its shape, None is left out.
+        tensors: the other tensors of the call, by any names, `got` too, as a user's forward may have them; each is
+            shown with its shape, None is left out.
 
     Returns:
         The error, so that the call site reads `raise invalid(...)` and type checkers see where the path ends.

@@ -218,6 +218,16 @@ def test_refused_path(tmp_path, path, message):
         export_onnx(Small(), torch.randn(2, 4), 3)
 
 
+@pytest.mark.parametrize("name", ["function", "argument", "rule", "got"])
+def test_refused_call_whose_input_is_called_like_a_part_of_the_message(tmp_path, name):
+    class Named(Small):
+        def forward(self, **words):
+            return self.linear(words[name])
+
+    with pytest.raises(ValueError, match=rf"example must be a call that the model takes; .* \({name} \(2, 5\)\)"):
+        export_onnx(Named(), {name: torch.randn(2, 5)}, tmp_path / "model.onnx", verbose=False)
+
+
 def test_refused_attention(tmp_path):
     """What an attention takes and a file cannot: the message says what to do instead."""
     mha, x = headwise.MultiheadAttention(D, H, batch_first=True), torch.randn(2, 5, D)
