@@ -5,7 +5,6 @@ Letters: B batch, L query positions, S key positions.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import warnings
 from collections import Counter
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.parameter import is_lazy
 
 from headwise._checks import class_of, invalid, kind_of
 from headwise.core.algebra import Mask
@@ -28,6 +28,7 @@ from headwise.export.quiet import without_graph
 from headwise.layers import upgrade
 from headwise.layers.become import TARGETS
 from headwise.quant.fake import FakeQuantLinear
+from headwise.quant.quantize import copied_model
 
 _STOCK = tuple(TARGETS)
 _WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
@@ -43,8 +44,8 @@ def traceable(function: str, model: object) -> nn.Module:
     is taken off.
 
     Raises:
-        ValueError: it is no module, is TorchScript, in quantization-aware training, lies on the meta device, is not
-            float32, or cannot be copied.
+        ValueError: it is no module, is TorchScript, in quantization-aware training, lazy, lies on the meta device, is
+            not float32, or cannot be copied.
     """
     if not isinstance(model, nn.Module):
         raise invalid(function, "model", "be an nn.Module", class_of(model))
@@ -57,16 +58,13 @@ def traceable(function: str, model: object) -> nn.Module:
         rule = "be float or int8; headwise.convert makes an int8 copy of what headwise.prepare_qat prepared"
         raise invalid(function, "model", rule, f"{trained[0] or 'model'} in quantization-aware training")
     for name, tensor in _state(model):
+        if is_lazy(tensor):
+            raise invalid(function, "model", "know its widths: call it once before", f"{name}, which is lazy")
         if tensor.device.type == "meta":
             raise invalid(function, "model", "hold numbers; load its weights first", f"{name} on the meta device")
         if tensor.is_floating_point() and tensor.dtype != torch.float32:
             raise invalid(function, "model", "hold float32; pass model.float()", f"{name} in {tensor.dtype}")
-    try:
-        twin = copy.deepcopy(model)
-    except Exception as error:
-        rule = "be one that copy.deepcopy can copy; remove hooks and attributes that it cannot"
-        raise invalid(function, "model", rule, f"{class_of(model)}: {error}") from error
-    twin = twin.eval().requires_grad_(False).cpu()
+    twin = copied_model(function, model).cpu()
     if any(isinstance(module, _STOCK) for module in twin.modules()):
         twin = _upgraded(twin)
     for module in twin.modules():

@@ -182,14 +182,14 @@ def copied_model(function: str, model: nn.Module) -> nn.Module:
         for name, module in model.named_modules():
             if type(module) is nn.Linear:  # pruned, for instance: its computed weight cannot be copied
                 check_own(function, name, module)
-        rule = "be one that copy.deepcopy can copy; detach what it keeps of a forward"
+        rule = "be one that copy.deepcopy can copy; detach what it keeps of a forward, remove what it cannot copy"
         raise invalid(function, "model", rule, f"{class_of(model)}: {error}") from error
     own = {id(module) for module in model.modules()}
     if shared := [name or "model" for name, module in copied.named_modules() if id(module) in own]:
-        rule = "be copied whole by copy.deepcopy, or the original would become int8"
+        rule = "be copied whole by copy.deepcopy, or the original would be changed too"
         raise invalid(function, "model", rule, f"{shared[0]}, whose __deepcopy__ gives itself")
     for parameter in copied.parameters():
-        if not is_lazy(parameter):  # which find_linears refuses by name
+        if not is_lazy(parameter):  # which find_linears and the exporters refuse by name
             parameter.requires_grad_(False)
     return copied.eval()
 
