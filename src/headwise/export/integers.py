@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from headwise._checks import need
 from headwise.core.multihead import MultiheadAttention
+from headwise.export.parts import replace_children
 from headwise.quant.linear import Int8Linear
 from headwise.quant.state import Int8State, float_linear
 
@@ -81,23 +82,12 @@ class ExportedLinear(nn.Module):
         return tuple(cast(Tensor, merged(x)).split(children[0].parts, dim=-1))
 
 
-def stand_in(model: nn.Module) -> int:
-    """Put an `ExportedLinear` in the place of each `Int8Linear`, in place.
-
-    Returns:
-        How many there were; one that is used in several places counts once.
-    """
-    made: dict[int, ExportedLinear] = {}
-    for module in list(model.modules()):
-        for name, child in list(module._modules.items()):
-            if isinstance(child, Int8Linear):
-                if id(child) not in made:
-                    made[id(child)] = ExportedLinear(child, child.state)
-                module._modules[name] = made[id(child)]
+def stand_in(model: nn.Module) -> None:
+    """Put an `ExportedLinear` in the place of each `Int8Linear`, in place."""
+    replace_children(model, lambda child: ExportedLinear(child, child.state) if isinstance(child, Int8Linear) else None)
     for module in model.modules():
         if isinstance(module, MultiheadAttention) and "q_proj" in module._modules:
             _merge([module._modules[name] for name in ("q_proj", "k_proj", "v_proj")])
-    return len(made)
 
 
 def _merge(children: list[Any]) -> None:

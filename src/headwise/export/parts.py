@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -110,12 +110,36 @@ class JoinedLinear(nn.Linear):
         return tuple(functional.linear(x, own.joined_weight, own.joined_bias).split(own.parts, dim=-1))
 
 
-def join_projections(model: nn.Module) -> None:
-    """One product for the queries, keys and values of a self-attention, in place, where nothing is attached to them."""
+def split_fused(model: nn.Module) -> None:
+    """Split fused query, key and value projections, in place, where that can be done."""
     for module in model.modules():
         if isinstance(module, MultiheadAttention) and module.fused_qkv:
             with suppress(ValueError):  # parametrized: as it is
                 module.split_projections()
+
+
+def replace_children(root: nn.Module, make: Callable[[nn.Module], nn.Module | None]) -> None:
+    """Put a stand-in in the place of each module inside of another, in place; a shared one gets one that is shared.
+
+    Args:
+        root: stays itself.
+        make: the stand-in for a module; None: it stays.
+    """
+    made: dict[int, nn.Module | None] = {}
+    for parent in list(root.modules()):
+        for name, child in list(parent._modules.items()):
+            if child is None:
+                continue
+            if id(child) not in made:
+                made[id(child)] = make(child)
+            stand_in = made[id(child)]
+            if stand_in is not None:
+                parent._modules[name] = stand_in
+
+
+def join_projections(model: nn.Module) -> None:
+    """One product for the queries, keys and values of a self-attention, in place, where nothing is attached to them."""
+    split_fused(model)
     uses = Counter(id(one) for module in model.modules() for one in module._parameters.values() if one is not None)
     for module in model.modules():
         if not isinstance(module, MultiheadAttention) or module.fused_qkv:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from headwise.core.backends import PLAIN, Request, hidden_keys
 from headwise.core.functional import prepare
 from headwise.core.layouts import is_hooked
 from headwise.core.multihead import Attend, MultiheadAttention
+from headwise.export.parts import replace_children, split_fused
 from headwise.quant.linear import Int8Linear
 from headwise.quant.state import Int8State
 
@@ -176,23 +177,20 @@ class Lean:
 def lean(model: nn.Module) -> Lean:
     """Put the stand-ins into a model that is the caller's own. Fused projections are split: one rounding serves all."""
     importlib.import_module("torch.ao.quantization.fx._decomposed")  # registers the operators
-    for module in list(model.modules()):
-        if isinstance(module, MultiheadAttention):
-            if module.fused_qkv:
-                module.split_projections()
-            if type(module.attend) is Attend:
-                module.attend = LeanAttend()
-    root = nn.ModuleList([model])  # so that the root has a parent too
-    made: dict[int, nn.Module] = {}
+    split_fused(model)
+    for module in model.modules():
+        if isinstance(module, MultiheadAttention) and type(module.attend) is Attend:
+            module.attend = LeanAttend()
     small: list[Int8Linear] = []
-    for parent, name, child in list(_children(root)):
-        if id(child) not in made:
-            stand_in = _stand_in(child)
-            if stand_in is None:
-                continue
-            made[id(child)] = stand_in
-            small += [child] if isinstance(child, Int8Linear) else []
-        parent._modules[name] = made[id(child)]
+
+    def make(child: nn.Module) -> nn.Module | None:
+        stand_in = _stand_in(child)
+        if stand_in is not None and isinstance(child, Int8Linear):
+            small.append(child)
+        return stand_in
+
+    root = nn.ModuleList([model])  # so that the root has a parent too
+    replace_children(root, make)
     return Lean(root[0], len(small), sum(layer.is_static for layer in small))
 
 
@@ -204,13 +202,6 @@ def _stand_in(child: nn.Module) -> nn.Module | None:
     if isinstance(child, (nn.LayerNorm, nn.RMSNorm)) and type(child) in (nn.LayerNorm, nn.RMSNorm):
         return Norm(child) if len(child.normalized_shape) == 1 else None
     return None
-
-
-def _children(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    for parent in model.modules():
-        for name, child in parent._modules.items():
-            if child is not None:
-                yield parent, name, child
 
 
 def tidy(graph_module: Any) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 import headwise
 from headwise.core.multihead import Attend, MultiheadAttention
@@ -143,3 +144,18 @@ def test_a_changed_attend_stays() -> None:
     mha = MultiheadAttention(D, 4)
     mha.attend = Own()
     assert type(lean_copy(mha).attend) is Own
+
+
+def test_a_fused_projection_that_is_computed_stays() -> None:
+    """It cannot be split."""
+
+    class Double(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * x
+
+    mha = MultiheadAttention(D, 4, batch_first=True, fused_qkv=True).eval()
+    parametrize.register_parametrization(mha, "in_proj_weight", Double())
+    x = torch.randn(B, L, D)
+    small = lean_copy(mha)
+    assert type(small.attend) is LeanAttend
+    torch.testing.assert_close(small(x, x, x)[0], mha(x, x, x)[0])
