@@ -119,7 +119,7 @@ def _holds(condition: Any, chosen: Mapping[Any, int]) -> bool:
 
 def takes(module: Positional, call: Call, sizes: Sizes, chosen: Mapping[Any, int]) -> bool | tuple[Tensor, ...] | None:
     """What a model gives at some sizes; True: something, without numbers, as they are large; None: it raises."""
-    shapes = sizes.at(dict(chosen))
+    shapes = sizes.at(chosen)
     if not _is_large(chosen):
         return outputs_at(module, tuple(varied(x, shape) for x, shape in zip(call.tensors, shapes, strict=True)))
     if _without_numbers(module, call, [tuple(x.shape) for x in call.tensors]) is None:

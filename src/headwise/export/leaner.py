@@ -201,9 +201,8 @@ class _Lean(_Graph):
     def _meet(self, above: Any, between: list[Any], node: Any, shape: list[int]) -> None:
         source = self.known.get(above.input[0])
         if len(shape) == 2 and shape[0] == -1 and source is not None and len(source) == 2 and source[1] == shape[1]:
-            first = between[-1].input if between else None
-            if first is not None:
-                first[0] = above.input[0]
+            if between:
+                between[-1].input[0] = above.input[0]
                 for one in between:
                     self.forget(one.output[0])
             self.point(node.output[0], node.input[0] if between else above.input[0])
@@ -262,12 +261,10 @@ class _Lean(_Graph):
             name = f"{first.input[0]}_sizes"
             if name not in self.made:
                 self.replace([first], [self.helper.make_node("Shape", [first.input[0]], [name], start=0, end=2), first])
-            rest: list[str] = []
-            numbers = [self.numbers(one) for one in node.input[2:]]
-            if numbers and all(one is not None for one in numbers):
+            rest = list(node.input[2:])
+            numbers = [self.numbers(one) for one in rest]
+            if rest and all(one is not None for one in numbers):
                 rest = [self.constant([number for one in numbers if one for number in one])]
-            else:
-                rest = list(node.input[2:])
             del node.input[:]
             node.input.extend([name, *rest])
             self._index()

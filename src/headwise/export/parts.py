@@ -150,7 +150,7 @@ def join_projections(model: nn.Module) -> None:
         one_kind = len({(child.in_features, child.bias is None) for child in children}) == 1
         tied = any(uses[id(one)] > 1 for child in children for one in child.parameters())
         if one_kind and not tied:  # what is tied would be in the file twice
-            module._modules["q_proj"] = JoinedLinear(children).requires_grad_(False)
+            module._modules["q_proj"] = JoinedLinear(children)
 
 
 @dataclass(frozen=True)
@@ -387,14 +387,14 @@ def followed(function: str, module: Positional, tensors: tuple[Tensor, ...], fre
     try:
         with without_graph():
             return torch.export.export(module, tensors, dynamic_shapes=(free,), strict=False)
-    except Exception as error:
+    except Exception as error:  # the model's own code runs in there, and torch's errors have no common base
         first = str(error).strip().partition("\n")[0]
         rule = "be one that torch.export can follow: no choice by the numbers of a tensor, no .item(), no .numpy()"
         raise invalid(function, "model", f"{rule}; {cure}", f"{type(error).__name__}: {first}") from error
 
 
-def first_call(function: str, module: Positional, call: Call) -> tuple[list[str], list[Tensor]]:
-    """Run the example: names and tensors of the outputs.
+def first_call(function: str, module: Positional, call: Call) -> list[str]:
+    """Run the example: names of the outputs.
 
     Raises:
         ValueError: the call fails.
@@ -404,8 +404,8 @@ def first_call(function: str, module: Positional, call: Call) -> tuple[list[str]
     try:
         with torch.no_grad():
             result = module.model(*args, **kwargs)
-    except Exception as error:
+    except Exception as error:  # the model is the caller's: it raises what it likes
         raise invalid(
             function, "example", f"be a call that the model takes; it raised {type(error).__name__}", error, **shapes
         ) from error
-    return read_outputs(function, result)
+    return read_outputs(function, result)[0]

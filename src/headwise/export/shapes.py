@@ -50,7 +50,7 @@ def outputs_at(module: Positional, tensors: tuple[Tensor, ...]) -> tuple[Tensor,
         warnings.simplefilter("ignore")
         try:
             out: tuple[Tensor, ...] = module(*(x.clone() for x in tensors))
-        except Exception:
+        except Exception:  # the model is the caller's: it raises what it likes
             return None
     return out
 
@@ -209,11 +209,10 @@ class Sizes:
 
     def least_notes(self) -> list[tuple[str, int, str]]:
         """Where sizes were not tried from 1 on: their names, the least, and a note."""
-        least = {label: self.least.get(symbol, 1) for symbol, label in self.labels.items()}
         return [
             (label, size, f"{label} was tried from {size} on, the least that torch.export promises")
-            for label, size in least.items()
-            if size > 1
+            for symbol, label in self.labels.items()
+            if (size := self.least.get(symbol, 1)) > 1
         ]
 
     def said(self, chosen: Mapping[Any, int]) -> dict[str, int]:

@@ -25,34 +25,25 @@ _ALL = "masks inverted"
 _SAID = 4  # notes on guards
 
 
-def _flipped(x: Tensor) -> Tensor:
-    return -x if x.is_floating_point() else x
+def _floats(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: change(x) if x.is_floating_point() else x
 
 
-def _scaled(x: Tensor) -> Tensor:
-    return (x * _FACTOR).clamp(-_LARGEST, _LARGEST).where(x.isfinite(), x) if x.is_floating_point() else x
+def _masks(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda x: change(x) if x.dtype is torch.bool else x
+
+
+def _times(x: Tensor, factor: Tensor | float) -> Tensor:
+    return (x * factor).clamp(-_LARGEST, _LARGEST).where(x.isfinite(), x)
 
 
 def _mixed(x: Tensor) -> Tensor:
-    if not x.is_floating_point():
-        return x
-    signs = torch.randint(3, x.shape, generator=torch.Generator().manual_seed(0)) - 1
-    return (x * signs * _MIXED).clamp(-_LARGEST, _LARGEST).where(x.isfinite(), x)
-
-
-def _zero(x: Tensor) -> Tensor:
-    return x.where(x.isinf(), torch.zeros_like(x)) if x.is_floating_point() else x
-
-
-def _other(x: Tensor) -> Tensor:
-    return ~x if x.dtype is torch.bool else x
+    return _times(x, (torch.randint(3, x.shape, generator=torch.Generator().manual_seed(0)) - 1) * _MIXED)
 
 
 def _half(x: Tensor) -> Tensor:
-    """Masks with every second entry turned, so that few rows see nothing."""
-    if x.dtype is not torch.bool or not x.dim():
-        return x
-    return x ^ (torch.arange(x.shape[-1]) % 2 == 1)
+    """Every second entry turned, so that few rows see nothing."""
+    return x ^ (torch.arange(x.shape[-1]) % 2 == 1) if x.dim() else x
 
 
 def _moved(x: Tensor, noise: torch.Generator, and_zeros: bool) -> Tensor:
@@ -67,12 +58,12 @@ def _moved(x: Tensor, noise: torch.Generator, and_zeros: bool) -> Tensor:
 
 
 _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
-    "negated": _flipped,
-    f"times {_FACTOR:g}": _scaled,
-    f"signs and zeros mixed, times {_MIXED:g}": _mixed,
-    "zeros": _zero,
-    "masks half inverted": _half,
-    _ALL: _other,
+    "negated": _floats(torch.neg),
+    f"times {_FACTOR:g}": _floats(lambda x: _times(x, _FACTOR)),
+    f"signs and zeros mixed, times {_MIXED:g}": _floats(_mixed),
+    "zeros": _floats(lambda x: x.where(x.isinf(), torch.zeros_like(x))),
+    "masks half inverted": _masks(_half),
+    _ALL: _masks(torch.logical_not),
 }
 
 
@@ -103,7 +94,7 @@ class Beside:
 
     def at(self, chosen: Mapping[Any, int]) -> tuple[Tensor, ...]:
         """The example's tensors at some sizes."""
-        shaped = zip(self.call.tensors, self.sizes.at(dict(chosen)), strict=True)
+        shaped = zip(self.call.tensors, self.sizes.at(chosen), strict=True)
         return tuple(shapes.varied(x, shape) for x, shape in shaped)
 
     def compare(self, tensors: Sequence[Tensor], named: Mapping[str, int], values: str = "") -> Trial | None:
