@@ -160,11 +160,7 @@ def export_executorch(
         need("torchao", "edge")  # ExecuTorch loads it itself, later and with another message
         light = xnnpack.lean(copy.deepcopy(twin))
         rounded = Positional(_NAME, light.model, call)
-        bounds = _bounds(twin, call, most, batch)
-        for greatest, given in zip(bounds, shapes.asked_bounds(_NAME, call, dynamic_shapes), strict=True):
-            for dim, (_, high) in given.items():
-                greatest[dim] = high or greatest[dim]
-        program = _trace(rounded, call, wanted, bounds)
+        program = _trace(rounded, call, wanted, _greatest(twin, call, wanted, most, batch))
         sizes = shapes.read_sizes(_NAME, twin, call, wanted, program)
         executable, taken = _lower(program)
         if taken.int8_outside or (light.num_int8 and not taken.int8):
@@ -205,34 +201,38 @@ def _on_any_processor(model: nn.Module) -> None:
             module.backend = REFERENCE.name
 
 
-def _wanted(call: Call, dynamic_shapes: shapes.Shapes | None) -> list[dict[int, str | None]]:
+def _wanted(call: Call, dynamic_shapes: shapes.Shapes | None) -> shapes.Wanted:
     wanted = shapes.asked(_NAME, call, dynamic_shapes)
     if dynamic_shapes is not None:
         return wanted
-    return [{dim: None for dim in dims if x.shape[dim] > 1} for x, dims in zip(call.tensors, wanted, strict=True)]
+    return [
+        {dim: free for dim, free in dims.items() if x.shape[dim] > 1}
+        for x, dims in zip(call.tensors, wanted, strict=True)
+    ]
 
 
-def _bounds(model: nn.Module, call: Call, most: int, batch: int) -> list[list[int]]:
-    """The greatest size of each dimension of each tensor."""
+def _greatest(model: nn.Module, call: Call, wanted: shapes.Wanted, most: int, batch: int) -> list[dict[int, int]]:
+    """The greatest size of each free dimension of each tensor."""
 
-    def bound(place: int, name: str, x: torch.Tensor, dim: int) -> int:
+    def greatest(place: int, dim: int, free: shapes.Free) -> int:
+        if free.high is not None:
+            return free.high
+        name, x = call.names[place], call.tensors[place]
         told = place == 0 or (x.is_floating_point() and x.dim() == 3)  # a mask's first size may be a length
         is_batch = told and shapes.label_of(model, name, x, dim) == "batch"
-        return max(batch if is_batch else most, x.shape[dim])
+        return max(batch if is_batch else most, x.shape[dim], 2)
 
-    named = enumerate(zip(call.names, call.tensors, strict=True))
-    return [[bound(place, name, x, dim) for dim in range(x.dim())] for place, (name, x) in named]
+    return [{dim: greatest(place, dim, free) for dim, free in dims.items()} for place, dims in enumerate(wanted)]
 
 
-def _trace(module: Positional, call: Call, wanted: list[dict[int, str | None]], bounds: list[list[int]]) -> Any:
+def _trace(module: Positional, call: Call, wanted: shapes.Wanted, greatest: list[dict[int, int]]) -> Any:
     """The program of torch.export. A free size of 1 in the example is 2 there: torch would write down the 1."""
-    auto, free, tensors = torch.export.Dim.AUTO, [], []
-    for x, dims, most in zip(call.tensors, wanted, bounds, strict=True):
-        x = shapes.resized(x, [max(2, size) if dim in dims else size for dim, size in enumerate(x.shape)])
-        free.append({dim: auto(min=1, max=max(most[dim], 2)) for dim in dims})
-        tensors.append(x)
+    grown = {(at, dim): max(2, call.tensors[at].shape[dim]) for at, dims in enumerate(wanted) for dim in dims}
+    tensors = shapes.resized(call.tensors, shapes.with_sizes(call.tensors, grown))
+    auto = torch.export.Dim.AUTO
+    free = tuple({dim: auto(min=1, max=most) for dim, most in held.items()} for held in greatest)
     cure = "dynamic_shapes={} fixes all sizes, if it is these that it cannot follow"
-    return followed(_NAME, module, tuple(tensors), tuple(free), cure)
+    return followed(_NAME, module, tensors, free, cure)
 
 
 def _lower(program: Any) -> tuple[Any, xnnpack.Delegation]:
@@ -275,7 +275,7 @@ def _trials(
         trials, notes = [], []
         for chosen in sizes.trials():
             named = sizes.said(chosen)
-            tensors = tuple(shapes.resized(x, shape) for x, shape in zip(call.tensors, sizes.at(chosen), strict=True))
+            tensors = shapes.resized(call.tensors, sizes.at(chosen))
             want = shapes.outputs_at(module, tensors)
             if want is None:
                 said = ", ".join(f"{name} {size}" for name, size in named.items())

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from headwise.export.parts import Call, Positional
-from headwise.export.shapes import Sizes, inputs_of, outputs_at, varied
+from headwise.export.shapes import Sizes, Wanted, inputs_of, outputs_at, varied, with_sizes
 
 _LARGE = 1024  # sizes above it are followed without numbers
 _MUCH = 2**17  # and their product
@@ -121,7 +121,7 @@ def takes(module: Positional, call: Call, sizes: Sizes, chosen: Mapping[Any, int
     """What a model gives at some sizes; True: something, without numbers, as they are large; None: it raises."""
     shapes = sizes.at(chosen)
     if not _is_large(chosen):
-        return outputs_at(module, tuple(varied(x, shape) for x, shape in zip(call.tensors, shapes, strict=True)))
+        return outputs_at(module, varied(call.tensors, shapes))
     if _without_numbers(module, call, [tuple(x.shape) for x in call.tensors]) is None:
         return True  # it cannot be followed so
     return _without_numbers(module, call, shapes)
@@ -151,11 +151,7 @@ def untied(module: Positional, tensors: tuple[Tensor, ...], program: Any, sizes:
     for members in groups.values():
         for part in _parts(members):
             other = next(n for n in itertools.count(3) if n not in used)
-            shapes = [
-                [other if (at, dim) in part else size for dim, size in enumerate(x.shape)]
-                for at, x in enumerate(tensors)
-            ]
-            changed = tuple(varied(x, shape) for x, shape in zip(tensors, shapes, strict=True))
+            changed = varied(tensors, with_sizes(tensors, dict.fromkeys(part, other)))
             if outputs_at(module, changed) is not None:
                 tensors, found = changed, changed
                 used.add(other)
@@ -175,7 +171,7 @@ def _parts(members: list[tuple[int, int]]) -> Iterator[set[tuple[int, int]]]:
             yield way
 
 
-def needlessly_fixed(module: Positional, call: Call, sizes: Sizes, wanted: list[dict[int, str | None]]) -> list[str]:
+def needlessly_fixed(module: Positional, call: Call, sizes: Sizes, wanted: Wanted) -> list[str]:
     """Sizes that the file fixes and neither model nor caller does: `math.sqrt(x.shape[1])`, a recurrence's length."""
     places: dict[int, list[tuple[int, int]]] = {}
     for at, (x, shape) in enumerate(zip(call.tensors, sizes.shapes, strict=True)):
@@ -185,11 +181,7 @@ def needlessly_fixed(module: Positional, call: Call, sizes: Sizes, wanted: list[
     notes = []
     for size, members in places.items():
         for part in [{one} for one in members] + ([set(members)] if len(members) > 1 else []):
-            shapes = [
-                [size + 1 if (at, dim) in part else n for dim, n in enumerate(x.shape)]
-                for at, x in enumerate(call.tensors)
-            ]
-            changed = tuple(varied(x, shape) for x, shape in zip(call.tensors, shapes, strict=True))
+            changed = varied(call.tensors, with_sizes(call.tensors, dict.fromkeys(part, size + 1)))
             if outputs_at(module, changed) is not None:
                 said = ", ".join(f"{call.names[at]}[{dim}]" for at, dim in sorted(part))
                 notes.append(f"fixed: {said} = {size}, where the model takes other sizes too")

@@ -107,8 +107,7 @@ def export_onnx(
         join_projections(twin)
         module.eval().requires_grad_(False)
         wanted = shapes.asked(_NAME, call, dynamic_shapes)
-        bounds = shapes.asked_bounds(_NAME, call, dynamic_shapes)
-        program, sizes = _followed(twin, module, call, wanted, bounds)
+        program, sizes = _followed(twin, module, call, wanted)
         made: list[str] = []
         proto = _translate(program, opset, len(call.names), len(names), made)
         graphs.finish(proto, {str(symbol): label for symbol, label in sizes.labels.items()}, _version(), said)
@@ -162,36 +161,22 @@ def _check_size(numbers: int) -> None:
         raise invalid(_NAME, "model", rule, f"{numbers:,} bytes")
 
 
-def _followed(
-    twin: nn.Module,
-    module: Positional,
-    call: Call,
-    wanted: list[dict[int, str | None]],
-    bounds: list[dict[int, tuple[int, int | None]]],
-) -> tuple[Any, shapes.Sizes]:
+def _followed(twin: nn.Module, module: Positional, call: Call, wanted: shapes.Wanted) -> tuple[Any, shapes.Sizes]:
     """The program of torch.export, and its sizes; once more where equal sizes of the example passed for one."""
     tensors = shapes.grown(module, call)
-    program = _trace(module, tensors, wanted, bounds)
-    sizes = shapes.read_sizes(_NAME, twin, call, wanted, program, bounds)
+    program = _trace(module, tensors, wanted)
+    sizes = shapes.read_sizes(_NAME, twin, call, wanted, program)
     other = guards.untied(module, tensors, program, sizes)
     if other is not None:
-        program = _trace(module, other, wanted, bounds)
-        sizes = shapes.read_sizes(_NAME, twin, call, wanted, program, bounds)
+        program = _trace(module, other, wanted)
+        sizes = shapes.read_sizes(_NAME, twin, call, wanted, program)
     return program, sizes
 
 
-def _trace(
-    module: Positional,
-    tensors: tuple[torch.Tensor, ...],
-    wanted: list[dict[int, str | None]],
-    bounds: list[dict[int, tuple[int, int | None]]],
-) -> Any:
+def _trace(module: Positional, tensors: tuple[torch.Tensor, ...], wanted: shapes.Wanted) -> Any:
     integers.register()
     auto = torch.export.Dim.AUTO
-    free = tuple(
-        {dim: auto(min=held[dim][0], max=held[dim][1]) if dim in held else auto for dim in dims}
-        for dims, held in zip(wanted, bounds, strict=True)
-    )
+    free = tuple({dim: auto(min=one.low, max=one.high) for dim, one in dims.items()} for dims in wanted)
     return followed(_NAME, module, tensors, free, "torch.export.export(model, ...) shows where")
 
 
@@ -234,7 +219,7 @@ def _verified(
     call: Call,
     sizes: shapes.Sizes,
     program: Any,
-    wanted: list[dict[int, str | None]],
+    wanted: shapes.Wanted,
     made: list[str],
     float_bytes: int,
     tolerance: float | None,
@@ -316,7 +301,7 @@ def _fixed(
     module: Positional,
     call: Call,
     sizes: shapes.Sizes,
-    wanted: list[dict[int, str | None]],
+    wanted: shapes.Wanted,
 ) -> list[str]:
     notes = []
     if not any(isinstance(size, str) for value in inputs for size in value.shape):

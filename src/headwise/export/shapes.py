@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,17 @@ _FREE = (0, 1)  # the dimensions that an example of size 1 is likely not to mean
 _ENDLESS = 2**31  # a greatest size that is none
 _FAR = 67  # at least, and more than twice the example's
 _IS_NAME = re.compile(r"[A-Za-z_]\w*")
+
+
+class Free(NamedTuple):
+    """A dimension that shall be free, by what the caller said of it: its name, its least and greatest size."""
+
+    label: str | None = None
+    low: int = 1
+    high: int | None = None
+
+
+Wanted = list[dict[int, Free]]  # for each tensor its dimensions that shall be free
 
 
 def grown(module: Positional, call: Call) -> tuple[Tensor, ...]:
@@ -35,10 +46,8 @@ def grown(module: Positional, call: Call) -> tuple[Tensor, ...]:
     for some, other in tried:
         if not some:
             continue
-        tensors = tuple(
-            resized(x, [(other if dim else first) if (at, dim) in some else n for dim, n in enumerate(x.shape)])
-            for at, x in enumerate(call.tensors)
-        )
+        sizes = {(at, dim): other if dim else first for at, dim in some}
+        tensors = resized(call.tensors, with_sizes(call.tensors, sizes))
         if outputs_at(module, tensors) is not None:
             return tensors
     return call.tensors
@@ -55,17 +64,30 @@ def outputs_at(module: Positional, tensors: tuple[Tensor, ...]) -> tuple[Tensor,
     return out
 
 
-def resized(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """A tensor of another shape that begins anew with its first entries where it ends."""
+def with_sizes(tensors: Sequence[Tensor], sizes: Mapping[tuple[int, int], int]) -> list[list[int]]:
+    """The shapes of tensors with other sizes at some places, each of them a tensor and a dimension."""
+    return [[sizes.get((at, dim), size) for dim, size in enumerate(x.shape)] for at, x in enumerate(tensors)]
+
+
+def resized(tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
+    """Tensors of other shapes that begin anew with their first entries where they end."""
+    return tuple(_resized(x, shape) for x, shape in zip(tensors, shapes, strict=True))
+
+
+def varied(tensors: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
+    """`resized`, where what begins anew differs a little, so that no two rows tie in a choice of the largest."""
+    return tuple(_varied(x, shape) for x, shape in zip(tensors, shapes, strict=True))
+
+
+def _resized(x: Tensor, shape: Sequence[int]) -> Tensor:
     for dim, size in enumerate(shape):
         if size != x.shape[dim]:
             x = x.index_select(dim, torch.arange(size) % x.shape[dim])
     return x.contiguous()
 
 
-def varied(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """`resized`, where what begins anew differs a little, so that no two rows tie in a choice of the largest."""
-    out = resized(x, shape)
+def _varied(x: Tensor, shape: Sequence[int]) -> Tensor:
+    out = _resized(x, shape)
     if not x.is_floating_point() or all(size <= old for size, old in zip(shape, x.shape, strict=True)):
         return out
     repeated = torch.zeros((), dtype=torch.bool)
@@ -76,46 +98,37 @@ def varied(x: Tensor, shape: Sequence[int]) -> Tensor:
     return torch.where(repeated, out * (1 + noise), out)
 
 
-def asked(function: str, call: Call, dynamic_shapes: Shapes | None) -> list[dict[int, str | None]]:
-    """For each tensor the dimensions that shall be free, with the names that they were given.
+def asked(function: str, call: Call, dynamic_shapes: Shapes | None) -> Wanted:
+    """For each tensor the dimensions that shall be free, with the names and bounds that they were given.
 
     Raises:
-        ValueError: a name that is no input, a dimension that it does not have, a label that is no name.
+        ValueError: a name that is no input, a dimension that it does not have, a label that is no name, bounds that
+            the example is not within.
     """
     if dynamic_shapes is None:
-        return [dict.fromkeys(range(x.dim())) for x in call.tensors]
-    result: list[dict[int, str | None]] = []
-    for name, given in _given(function, call, dynamic_shapes):
-        labels: dict[int, str | None] = {}
-        for dim, label in given.items():
-            if _hint(label) == "STATIC":
-                continue
-            said = None if _hint(label) else getattr(label, "__name__", label)
-            is_size = isinstance(label, (str, torch.export.Dim)) or _hint(label)
-            if not is_size or hasattr(label, "root") or (said is not None and not _IS_NAME.fullmatch(said)):
-                rule = "be a name such as 'batch', or a torch.export.Dim that is not made of another"
-                raise invalid(function, f"dynamic_shapes[{name!r}][{dim}]", rule, repr(label))
-            labels[dim] = said
-        result.append(labels)
-    return result
+        return [dict.fromkeys(range(x.dim()), Free()) for x in call.tensors]
+    return [
+        {
+            dim: _free(function, f"dynamic_shapes[{name!r}][{dim}]", label, x.shape[dim])
+            for dim, label in given.items()
+            if _hint(label) != "STATIC"
+        }
+        for (name, given), x in zip(_given(function, call, dynamic_shapes), call.tensors, strict=True)
+    ]
 
 
-def asked_bounds(function: str, call: Call, dynamic_shapes: Shapes | None) -> list[dict[int, tuple[int, int | None]]]:
-    """The least and the greatest size of each dimension that a `torch.export.Dim` was given for."""
-    result: list[dict[int, tuple[int, int | None]]] = []
-    for (name, given), x in zip(_given(function, call, dynamic_shapes or {}), call.tensors, strict=True):
-        bounds: dict[int, tuple[int, int | None]] = {}
-        for dim, label in given.items():
-            least, most = getattr(label, "min", None), getattr(label, "max", None)
-            low, high = int(least or 1), None if most is None or not most < _ENDLESS else int(most)
-            if isinstance(label, str) or _hint(label) == "STATIC" or (low <= 1 and high is None):
-                continue
-            if not low <= x.shape[dim] or (high is not None and not max(2, x.shape[dim]) <= high):
-                rule = "have bounds that hold the example's size, and more than 1"
-                raise invalid(function, f"dynamic_shapes[{name!r}][{dim}]", rule, f"{label} for {x.shape[dim]}")
-            bounds[dim] = (low, high)
-        result.append(bounds)
-    return result
+def _free(function: str, where: str, label: Any, size: int) -> Free:
+    said = None if _hint(label) else getattr(label, "__name__", label)
+    is_size = isinstance(label, (str, torch.export.Dim)) or _hint(label)
+    if not is_size or hasattr(label, "root") or (said is not None and not _IS_NAME.fullmatch(said)):
+        rule = "be a name such as 'batch', or a torch.export.Dim that is not made of another"
+        raise invalid(function, where, rule, repr(label))
+    least, most = getattr(label, "min", None), getattr(label, "max", None)
+    low, high = int(least or 1), None if most is None or not most < _ENDLESS else int(most)
+    if not low <= size or (high is not None and not max(2, size) <= high):
+        rule = "have bounds that hold the example's size, and more than 1"
+        raise invalid(function, where, rule, f"{label} for {size}")
+    return Free(said, low, high)
 
 
 def _hint(label: object) -> str:
@@ -159,7 +172,7 @@ class Sizes:
         least: and the least size; 1 where torch only says 2.
         most: and the greatest, None without one.
         labels: what each symbol is called in the file.
-        bounds: least and greatest size that were asked for.
+        bounds: least and greatest size that were asked for, by symbol; 1 and None where nothing was.
     """
 
     shapes: tuple[tuple[Any, ...], ...]
@@ -233,14 +246,7 @@ def inputs_of(program: Any) -> list[tuple[Any, ...]]:
     ]
 
 
-def read_sizes(
-    function: str,
-    model: nn.Module,
-    call: Call,
-    wanted: list[dict[int, str | None]],
-    program: Any,
-    asked_for: list[dict[int, tuple[int, int | None]]] | None = None,
-) -> Sizes:
+def read_sizes(function: str, model: nn.Module, call: Call, wanted: Wanted, program: Any) -> Sizes:
     """The sizes of a program of torch.export, named.
 
     Raises:
@@ -256,8 +262,8 @@ def read_sizes(
     labels: dict[Any, str] = {}
     by_name: dict[str, Any] = {}
     bounds: dict[Any, tuple[int, int | None]] = {}
-    for at, (name, x, dims, shape) in enumerate(zip(call.names, call.tensors, wanted, shapes, strict=True)):
-        for dim, label in dims.items():
+    for name, x, dims, shape in zip(call.names, call.tensors, wanted, shapes, strict=True):
+        for dim, (label, low, high) in dims.items():
             size = shape[dim]
             where = f"dynamic_shapes[{name!r}][{dim}] ({label})"
             if not hasattr(size, "is_symbol") or size.is_number:
@@ -268,8 +274,8 @@ def read_sizes(
             if label is not None and by_name.setdefault(label, size) != size:
                 rule = "be one size in the model, where it has one name; give each size a name of its own"
                 raise invalid(function, where, rule, "two sizes that the model tells apart")
-            if size.is_symbol and asked_for is not None and dim in asked_for[at]:
-                bounds[size] = _both(bounds.get(size), asked_for[at][dim])
+            if size.is_symbol:
+                bounds[size] = _both(bounds.get(size, (1, None)), (low, high))
             if size.is_symbol and size not in labels:
                 labels[size] = _fresh(label or label_of(model, name, x, dim), name, labels, call.names)
     least: dict[Any, int] = {}
@@ -284,11 +290,9 @@ def read_sizes(
     return Sizes(tuple(shapes), hints, least, most, labels, bounds)
 
 
-def _both(one: tuple[int, int | None] | None, other: tuple[int, int | None]) -> tuple[int, int | None]:
-    if one is None:
-        return other
+def _both(one: tuple[int, int | None], other: tuple[int, int | None]) -> tuple[int, int | None]:
     greatest = [high for _, high in (one, other) if high is not None]
-    return max(one[0], other[0]), min(greatest) if greatest else None
+    return max(one[0], other[0]), min(greatest, default=None)
 
 
 def _fresh(label: str, name: str, taken: Mapping[Any, str], inputs: Sequence[str]) -> str:

@@ -94,8 +94,7 @@ class Beside:
 
     def at(self, chosen: Mapping[Any, int]) -> tuple[Tensor, ...]:
         """The example's tensors at some sizes."""
-        shaped = zip(self.call.tensors, self.sizes.at(chosen), strict=True)
-        return tuple(shapes.varied(x, shape) for x, shape in shaped)
+        return shapes.varied(self.call.tensors, self.sizes.at(chosen))
 
     def compare(self, tensors: Sequence[Tensor], named: Mapping[str, int], values: str = "") -> Trial | None:
         """One trial; None: the model does not take it."""
