@@ -82,7 +82,7 @@ def broken(condition: Any, sizes: Sizes) -> list[dict[Any, int]]:
         if not _holds(condition, chosen):
             found.append(chosen)
     found.sort(key=lambda one: (math.prod(one.values()), max(one.values())))
-    small = [one for one in found if not _is_large(one)] or found[:1]
+    small = [one for one in found if not is_large(one)] or found[:1]
     if len(small) <= _MANY:
         return small
     near = min(small, key=lambda one: sum(abs(one[symbol] - sizes.hints[symbol]) for symbol in symbols))
@@ -91,7 +91,8 @@ def broken(condition: Any, sizes: Sizes) -> list[dict[Any, int]]:
     return [one for place, one in enumerate(picked) if one not in picked[:place]]
 
 
-def _is_large(chosen: Mapping[Any, int]) -> bool:
+def is_large(chosen: Mapping[Any, int]) -> bool:
+    """Whether sizes are too large for a model to be tried at them."""
     return max(chosen.values()) > _LARGE or math.prod(chosen.values()) > _MUCH
 
 
@@ -117,25 +118,21 @@ def _holds(condition: Any, chosen: Mapping[Any, int]) -> bool:
         return False
 
 
-def takes(module: Positional, call: Call, sizes: Sizes, chosen: Mapping[Any, int]) -> bool | tuple[Tensor, ...] | None:
-    """What a model gives at some sizes; True: something, without numbers, as they are large; None: it raises."""
-    shapes = sizes.at(chosen)
-    if not _is_large(chosen):
-        return outputs_at(module, varied(call.tensors, shapes))
-    if _without_numbers(module, call, [tuple(x.shape) for x in call.tensors]) is None:
-        return True  # it cannot be followed so
-    return _without_numbers(module, call, shapes)
+def takes(module: Positional, call: Call, shapes: Sequence[Sequence[int]]) -> bool:
+    """Whether a model takes inputs too large to be tried, by their sizes alone; also where these say nothing."""
+    own = [tuple(x.shape) for x in call.tensors]
+    return not _without_numbers(module, call, own) or _without_numbers(module, call, shapes)
 
 
-def _without_numbers(module: Positional, call: Call, shapes: Iterable[Sequence[int]]) -> bool | None:
+def _without_numbers(module: Positional, call: Call, shapes: Iterable[Sequence[int]]) -> bool:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         with mode, torch.no_grad():
             module(*(torch.empty(shape, dtype=x.dtype) for x, shape in zip(call.tensors, shapes, strict=True)))
-    except Exception:
-        return None
+    except Exception:  # the model is the caller's: it raises what it likes
+        return False
     return True
 
 

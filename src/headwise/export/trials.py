@@ -208,30 +208,35 @@ def hold_guards(beside: Beside, program: Any) -> list[str]:
         if points and place >= _FREELY:
             notes.append(f"not tried where this does not hold: {text}")
             continue
-        loud = 0
-        for chosen in points:
-            what = guards.takes(beside.module, beside.call, sizes, chosen)
-            if what is None:
-                loud += 1
-                continue
-            named = sizes.said(chosen)
-            if what is True:
-                raise _taken_for_granted(condition, sizes, text, named, "too large to be tried")
-            tensors = beside.at(chosen)
-            values = [] if chosen is not points[0] else beside.with_values(tensors, named)
-            values = [one for one in values if one.values != _ALL]
-            trials = [beside.compare(tensors, named), *values]
-            if wrong := [one for one in trials if one is not None and not one.holds]:
-                if wrong[0].raised:
-                    loud += 1
-                    continue
-                raise _taken_for_granted(condition, sizes, text, named, f"off by {wrong[0].error:.1e}")
-        if loud:
+        if _is_loud(beside, condition, text, points):
             said = guards.limit(condition)
             notes.append(f"{sizes.labels[said[0]]} is {said[1]} {said[2]}" if said else f"the file needs {text}")
     notes = list(dict.fromkeys(notes))
     short = sorted(notes, key=lambda note: note.startswith("the file needs "))
     return short if len(short) <= _SAID else [*short[:_SAID], f"and {len(short) - _SAID} more guards of torch.export"]
+
+
+def _is_loud(beside: Beside, condition: Any, text: str, points: Sequence[Mapping[Any, int]]) -> bool:
+    """Whether the model or the file raises at one of these sizes, which break a guard; both are right at the others."""
+    sizes, loud = beside.sizes, False
+    for chosen in points:
+        named = sizes.said(chosen)
+        if guards.is_large(chosen):
+            if guards.takes(beside.module, beside.call, sizes.at(chosen)):
+                raise _taken_for_granted(condition, sizes, text, named, "too large to be tried")
+            loud = True
+            continue
+        tensors = beside.at(chosen)
+        trial = beside.compare(tensors, named)
+        if trial is None:
+            loud = True
+            continue
+        values = [] if chosen is not points[0] else beside.with_values(tensors, named)
+        wrong = [one for one in (trial, *values) if not one.holds and one.values != _ALL]
+        if wrong and not wrong[0].raised:
+            raise _taken_for_granted(condition, sizes, text, named, f"off by {wrong[0].error:.1e}")
+        loud = loud or bool(wrong)
+    return loud
 
 
 def _taken_for_granted(
