@@ -93,6 +93,29 @@ def test_bound_of_the_model(tmp_path):
 
 
 @pytest.mark.slow
+def test_bounds_of_more_inputs_than_notes(tmp_path):
+    """Notes are cut after four; what is said of an input is not."""
+    most = {"a": 20, "b": 23, "c": 29, "d": 31, "e": 37}
+
+    class Tables(nn.Module):
+        def __init__(self):
+            super().__init__()
+            for name, size in most.items():
+                self.register_buffer(f"places_{name}", torch.randn(size, W))
+
+        def forward(self, a, b, c, d, e):
+            given = zip(most, (a, b, c, d, e), strict=True)
+            return tuple(x + self.get_buffer(f"places_{name}")[: x.shape[0]] for name, x in given)
+
+    example = {name: torch.randn(3 + place, W) for place, name in enumerate(most)}
+    report = export_onnx(Tables(), example, tmp_path / "model.onnx", verbose=False)
+    assert [value.limits for value in report.inputs] == [
+        (f"{value.shape[0]} at most {most[value.name]}",) for value in report.inputs
+    ]
+    assert report.notes[3:] == ("d_batch is at most 31", "and 1 more guards of torch.export")
+
+
+@pytest.mark.slow
 def test_size_that_is_fixed(tmp_path):
     """By the model, where it is not what the model needs."""
     report = export(lambda f, x: f(x) / math.sqrt(x.shape[1]), folder=tmp_path)

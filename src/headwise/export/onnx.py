@@ -14,12 +14,13 @@ from torch import nn
 
 from headwise._checks import counted, invalid, need
 from headwise._files import whole
-from headwise.export import graphs, guards, integers, leaner, shapes, verify
+from headwise.export import graphs, guards, integers, shapes, verify
 from headwise.export.doors import broken, check_tolerance, target_of
 from headwise.export.parts import Call, Positional, first_call, followed, join_projections, take_apart, traceable
 from headwise.export.quiet import plainly, quiet
 from headwise.export.reports import OnnxReport, OnnxValue
-from headwise.export.trials import Beside, hold_guards
+from headwise.export.trials import Beside, Limit, hold_guards
+from headwise.export.verify import Trial
 from headwise.quant.quantize import report
 
 OPSETS = range(18, 24)  # that torch's exporter writes and onnxruntime runs, each of them tried in the tests
@@ -108,14 +109,36 @@ def export_onnx(
         module.eval().requires_grad_(False)
         wanted = shapes.asked(_NAME, call, dynamic_shapes)
         program, sizes = _followed(twin, module, call, wanted)
-        made: list[str] = []
-        proto = _translate(program, opset, len(call.names), len(names), made)
+        proto, made = _translate(program, opset, len(call.names), len(names))
         graphs.finish(proto, {str(symbol): label for symbol, label in sizes.labels.items()}, _version(), said)
         graphs.name_values(proto.graph, call.names, names)
+        closest = tolerance or (_INT8_ERROR if made else _FLOAT_ERROR)
         with whole(target) as part:
             part.write_bytes(proto.SerializeToString(deterministic=True))
-            found = _verified(
-                part, target, proto, module, call, sizes, program, wanted, made, held.float_bytes, tolerance
+            session, counts = _opened(target, part)
+            beside = Beside(session, module, call, sizes, closest, exact=not made)
+            trials, untried = beside.everywhere()
+            _hold(target, beside, trials)
+            limits, needed = hold_guards(beside, program)
+            products = graphs.int8_products(proto.graph) if made else 0
+            _check_products(target, products, counts)
+            num_bytes, float_bytes = _check_bytes(target, part, proto, made, held.float_bytes)
+            limits += _asked_limits(sizes)
+            inputs = tuple(_limited(OnnxValue.of(value), limits) for value in proto.graph.input)
+            found = OnnxReport(
+                path=target,
+                opset=opset,
+                kind=_kind(made),
+                inputs=inputs,
+                outputs=tuple(map(OnnxValue.of, proto.graph.output)),
+                bytes=num_bytes,
+                float_bytes=float_bytes,
+                operators=graphs.operators(proto),
+                projections=products,
+                integer_operators=counts,
+                trials=tuple(trials),
+                tolerance=closest,
+                notes=(*_fixed(inputs, module, call, sizes, wanted), *untried, *needed),
             )
     if verbose:
         print(found)
@@ -180,8 +203,10 @@ def _trace(module: Positional, tensors: tuple[torch.Tensor, ...], wanted: shapes
     return followed(_NAME, module, tensors, free, "torch.export.export(model, ...) shows where")
 
 
-def _translate(program: Any, opset: int, num_inputs: int, num_outputs: int, made: list[str]) -> Any:
-    """The `ModelProto`, with names of `graphs.PLACES` for its inputs and outputs."""
+def _translate(program: Any, opset: int, num_inputs: int, num_outputs: int) -> tuple[Any, list[str]]:
+    """The `ModelProto`, with names of `graphs.PLACES` for its inputs and outputs, and the kind of each int8 product."""
+    made: list[str] = []
+    translations = integers.translations(made)
     try:
         result = torch.onnx.export(
             program,
@@ -189,10 +214,10 @@ def _translate(program: Any, opset: int, num_inputs: int, num_outputs: int, made
             opset_version=opset,
             input_names=[graphs.PLACES[0] + str(place) for place in range(num_inputs)],
             output_names=[graphs.PLACES[1] + str(place) for place in range(num_outputs)],
-            custom_translation_table=integers.translations(made),
+            custom_translation_table=translations,
             verbose=False,
         )
-    except Exception as error:
+    except Exception as error:  # onnxscript and onnx_ir raise errors of their own in there
         said = str(error.__cause__ or error).strip().partition("\n")[0]
         rule = f"use operators that ONNX opset {opset} has"
         raise invalid(_NAME, "model", rule, f"{type(error).__name__}: {said}") from error
@@ -201,7 +226,7 @@ def _translate(program: Any, opset: int, num_inputs: int, num_outputs: int, made
     written = {one.domain: one.version for one in proto.opset_import}[""]
     if written != opset:
         raise invalid(_NAME, "opset", f"be {written} for this model, which cannot be turned into another", opset)
-    return proto
+    return proto, made
 
 
 def _version() -> str:
@@ -211,89 +236,68 @@ def _version() -> str:
         return "0"
 
 
-def _verified(
-    part: Path,
-    target: Path,
-    proto: Any,
-    module: Positional,
-    call: Call,
-    sizes: shapes.Sizes,
-    program: Any,
-    wanted: shapes.Wanted,
-    made: list[str],
-    float_bytes: int,
-    tolerance: float | None,
-) -> OnnxReport:
-    """The report of a file that holds; RuntimeError for one that does not."""
-    kind = "float" if not made else made[0] if len(set(made)) == 1 else "mixed"
-    tolerance = tolerance or (_INT8_ERROR if made else _FLOAT_ERROR)
+def _kind(made: list[str]) -> str:
+    if not made:
+        return "float"
+    return made[0] if len(set(made)) == 1 else "mixed"
+
+
+def _opened(target: Path, part: Path) -> tuple[Any, dict[str, int]]:
+    """A session, and how many integer products of each kind it runs."""
+    checker = need("onnx.checker", "onnx")
     try:
-        source = str(part) if part.suffix == ".onnx" else part.read_bytes()  # a suffix may stand for another format
-        need("onnx.checker", "onnx").check_model(source, full_check=True)
-        session, counts = verify.open_session(part)
-    except Exception as error:
+        checker.check_model(verify.source_of(part), full_check=True)
+        return verify.open_session(part)
+    except Exception as error:  # onnx's and onnxruntime's errors have no common base
         raise broken(_NAME, target, f"onnx or onnxruntime does not take it: {error}") from error
-    beside = Beside(session, module, call, sizes, tolerance, exact=not made)
-    trials, notes = beside.everywhere()
+
+
+def _hold(target: Path, beside: Beside, trials: Sequence[Trial]) -> None:
+    """Raise where the file's numbers are wrong."""
     for trial in trials:
-        if not trial.holds:
-            why = f"its numbers differ from the model's by {trial}, above {tolerance:g}"
-            if trial.error <= tolerance:
-                why = f"its integers differ from the model's: {trial} of them"
-            if not _is_repeatable(module, call):
-                why += "; the model's own differ from call to call: is dropout a function in it?"
-            elif trial is trials[0] and trial.error == float("inf"):
-                why += "; pass an example with a batch and a length of at least 2"
-            raise broken(_NAME, target, why)
-    notes += hold_guards(beside, program)
-    projections = graphs.int8_products(proto.graph) if made else 0
-    if sum(counts.values()) < projections:
+        if trial.holds:
+            continue
+        why = f"its numbers differ from the model's by {trial}, above {beside.tolerance:g}"
+        if trial.error <= beside.tolerance:
+            why = f"its integers differ from the model's: {trial} of them"
+        if not beside.repeats(beside.call.tensors):
+            why += "; the model's own differ from call to call: is dropout a function in it?"
+        elif trial is trials[0] and trial.error == float("inf"):
+            why += "; pass an example with a batch and a length of at least 2"
+        raise broken(_NAME, target, why)
+
+
+def _check_products(target: Path, products: int, counts: Mapping[str, int]) -> None:
+    if sum(counts.values()) < products:
         found = ", ".join(f"{number} {name}" for name, number in counts.items()) or "none"
-        raise broken(
-            _NAME, target, f"onnxruntime runs {found} for {counted(projections, 'int8 product')}: the rest in float"
-        )
+        said = f"onnxruntime runs {found} for {counted(products, 'int8 product')}: the rest in float"
+        raise broken(_NAME, target, said)
+
+
+def _check_bytes(target: Path, part: Path, proto: Any, made: list[str], float_bytes: int) -> tuple[int, int]:
+    """Bytes of the file, and with float32 weights, which take `float_bytes`."""
     held = part.stat().st_size
+    if not made:
+        return held, held
     numbers = sum(len(one.raw_data) for one in proto.graph.initializer)
-    whole_float = max(held - numbers, 0) + float_bytes
-    if made and held >= whole_float:
-        raise broken(_NAME, target, f"it has {held:,} bytes, and {whole_float:,} with float32 weights")
-    inputs, outputs = (tuple(map(_value, values)) for values in (proto.graph.input, proto.graph.output))
-    inputs = tuple(replace(one, limits=_limits(one, notes, sizes)) for one in inputs)
-    return OnnxReport(
-        target,
-        {one.domain: one.version for one in proto.opset_import}[""],
-        kind,
-        inputs,
-        outputs,
-        held,
-        whole_float if made else held,
-        graphs.operators(proto),
-        projections,
-        counts,
-        tuple(trials),
-        tolerance,
-        (*_fixed(inputs, module, call, sizes, wanted), *notes),
-    )
+    as_float = max(held - numbers, 0) + float_bytes
+    if held >= as_float:
+        raise broken(_NAME, target, f"it has {held:,} bytes, and {as_float:,} with float32 weights")
+    return held, as_float
 
 
-def _is_repeatable(module: Positional, call: Call) -> bool:
-    one, other = (shapes.outputs_at(module, call.tensors) for _ in range(2))
-    return one is not None and other is not None and verify.difference(one, other) == 0
-
-
-def _value(value: Any) -> OnnxValue:
-    names = need("onnx", "onnx").TensorProto.DataType
-    return OnnxValue(value.name, names.Name(value.type.tensor_type.elem_type).lower(), tuple(leaner.sizes_of(value)))
-
-
-def _limits(value: OnnxValue, notes: Sequence[str], sizes: shapes.Sizes) -> tuple[str, ...]:
-    """What its sizes may be at most, or at least."""
-    found = [note.replace(" is at ", " at ") for note in notes if note.partition(" is at ")[0] in value.shape]
+def _asked_limits(sizes: shapes.Sizes) -> list[Limit]:
+    found = []
     for symbol, (low, high) in sizes.bounds.items():
         label = sizes.labels[symbol]
-        if label in value.shape:
-            found += [f"{label} at least {low}"] * (low > 1) + [f"{label} at most {high}"] * (high is not None)
-    return tuple(dict.fromkeys(found))
+        found += [(label, f"at least {low}")] * (low > 1) + [(label, f"at most {high}")] * (high is not None)
+    return found
+
+
+def _limited(value: OnnxValue, limits: Sequence[Limit]) -> OnnxValue:
+    """An input, with what its sizes may be."""
+    found = [f"{label} {limit}" for label, limit in limits if label in value.shape]
+    return replace(value, limits=tuple(dict.fromkeys(found)))
 
 
 def _fixed(

@@ -11,7 +11,6 @@ from typing import Any
 
 from headwise._checks import counted, invalid, need
 from headwise.export.graphs import graphs_in, operators
-from headwise.export.leaner import sizes_of
 from headwise.export.reports import OnnxValue
 
 _NAME = "check_onnx"
@@ -93,8 +92,8 @@ def check_onnx(path: str | os.PathLike[str]) -> OnnxFile:
     except Exception as error:
         raise invalid(_NAME, "path", "be a model that onnx's checker takes", f"{file}: {error}") from error
     weights = {tensor.name for tensor in model.graph.initializer}
-    inputs = tuple(_value(onnx, file, value) for value in model.graph.input if value.name not in weights)
-    outputs = tuple(_value(onnx, file, value) for value in model.graph.output)
+    inputs = tuple(_value(file, value) for value in model.graph.input if value.name not in weights)
+    outputs = tuple(_value(file, value) for value in model.graph.output)
     producer = f"{model.producer_name} {model.producer_version}".strip()
     size = sum(one.stat().st_size for one in files)
     return OnnxFile(file, opset, producer, inputs, outputs, operators(model), tuple(files), size)
@@ -224,10 +223,9 @@ def _in_attribute(one: Any) -> Iterator[Any]:
         yield from _in_graph(inner)
 
 
-def _value(onnx: Any, file: Path, value: Any) -> OnnxValue:
+def _value(file: Path, value: Any) -> OnnxValue:
     try:
-        kind = onnx.TensorProto.DataType.Name(value.type.tensor_type.elem_type).lower()
+        return OnnxValue.of(value)
     except ValueError as error:
         got = f"{file}, whose {value.name} is of type {value.type.tensor_type.elem_type}"
         raise invalid(_NAME, "path", "hold types that ONNX has", got) from error
-    return OnnxValue(value.name, kind, tuple(sizes_of(value)))

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from headwise._checks import counted
+from headwise._checks import counted, need
+from headwise.export.leaner import sizes_of
 from headwise.export.verify import Trial
 
 
@@ -25,6 +27,16 @@ class OnnxValue:
     dtype: str
     shape: tuple[int | str, ...]
     limits: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, value: Any) -> OnnxValue:
+        """What a `ValueInfoProto` says.
+
+        Raises:
+            ValueError: a type that ONNX does not have.
+        """
+        types = need("onnx", "onnx").TensorProto.DataType
+        return cls(value.name, types.Name(value.type.tensor_type.elem_type).lower(), tuple(sizes_of(value)))
 
     def __str__(self) -> str:
         limits = "".join(f", {limit}" for limit in self.limits)

@@ -67,6 +67,9 @@ _VALUES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+Limit = tuple[str, str]  # the name of a size, and what it may be: ("length", "at most 64")
+
+
 class Beside:
     """A session and the model, on the same inputs.
 
@@ -119,6 +122,11 @@ class Beside:
         )
         return Trial(named, max(errors), values, max(own) if excused else 0.0, excused)
 
+    def repeats(self, tensors: tuple[Tensor, ...]) -> bool:
+        """Whether the model gives the same for the same inputs."""
+        one, other = (shapes.outputs_at(self.module, tensors) for _ in range(2))
+        return one is not None and other is not None and verify.difference(one, other) == 0
+
     def _holds(self, errors: Sequence[float], want: Sequence[Tensor]) -> bool:
         if len(errors) != len(want):
             return False
@@ -130,8 +138,7 @@ class Beside:
     def _own(self, tensors: tuple[Tensor, ...], want: Sequence[Tensor]) -> list[float]:
         """What the model differs by where its inputs differ in their last digits: ties, and sums of large numbers."""
         most = [0.0] * len(want)
-        again = shapes.outputs_at(self.module, tensors)
-        if again is None or verify.difference(again, want) > 0:  # it draws random numbers: that excuses nothing
+        if not self.repeats(tensors):  # it draws random numbers: that excuses nothing
             return []
         choices = any(not one.is_floating_point() for one in want)
         for seed, and_zeros in itertools.product(range(3), (False, True) if choices else (False,)):
@@ -194,26 +201,35 @@ class Beside:
         return found
 
 
-def hold_guards(beside: Beside, program: Any) -> list[str]:
-    """Break each guard where the model takes it, and compare the file there; notes on those that the model needs too.
+def hold_guards(beside: Beside, program: Any) -> tuple[list[Limit], list[str]]:
+    """Break each guard where the model takes it, and compare the file there.
+
+    Returns:
+        Of those that the model needs too: what they say of a single size, and notes on the first of all.
 
     Raises:
         ValueError: the file is wrong where a guard is broken, and does not say so.
     """
-    sizes, notes = beside.sizes, []
-    waiting = guards.conditions(program, sizes)
-    for place, condition in enumerate(waiting):
+    sizes = beside.sizes
+    limits: list[Limit] = []
+    notes: list[str] = []
+    needed: list[str] = []
+    for place, condition in enumerate(guards.conditions(program, sizes)):
         text = guards.said(condition, sizes.labels)
         points = guards.broken(condition, sizes)
         if points and place >= _FREELY:
             notes.append(f"not tried where this does not hold: {text}")
-            continue
-        if _is_loud(beside, condition, text, points):
-            said = guards.limit(condition)
-            notes.append(f"{sizes.labels[said[0]]} is {said[1]} {said[2]}" if said else f"the file needs {text}")
-    notes = list(dict.fromkeys(notes))
-    short = sorted(notes, key=lambda note: note.startswith("the file needs "))
-    return short if len(short) <= _SAID else [*short[:_SAID], f"and {len(short) - _SAID} more guards of torch.export"]
+        elif _is_loud(beside, condition, text, points):
+            limit = guards.limit(condition)
+            if limit is None:
+                needed.append(f"the file needs {text}")
+            else:
+                symbol, way, size = limit
+                limits.append((sizes.labels[symbol], f"{way} {size}"))
+                notes.append(f"{sizes.labels[symbol]} is {way} {size}")
+    notes = list(dict.fromkeys([*notes, *needed]))
+    more = len(notes) - _SAID
+    return limits, notes if more <= 0 else [*notes[:_SAID], f"and {more} more guards of torch.export"]
 
 
 def _is_loud(beside: Beside, condition: Any, text: str, points: Sequence[Mapping[Any, int]]) -> bool:

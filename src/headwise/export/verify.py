@@ -60,24 +60,20 @@ class Trial:
         return f"{sizes}{values}: {self.raised or f'{self.error:.1e}'}{own}"
 
 
-def session_of(path: Path, optimized: Path | None = None) -> Any:
-    """An onnxruntime session on the CPU with default settings; `optimized`: where it writes the graph that it runs."""
-    runtime = need("onnxruntime", "onnx")
-    options = runtime.SessionOptions()
-    options.log_severity_level = _QUIET
-    if optimized is not None:
-        options.optimized_model_filepath = str(optimized)
-    # by another suffix it may take the file for one of another format
-    model = str(path) if path.suffix == ".onnx" else path.read_bytes()
-    return runtime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+def source_of(path: Path) -> str | bytes:
+    """What to give a reader of ONNX files: by another suffix it may take the file for one of another format."""
+    return str(path) if path.suffix == ".onnx" else path.read_bytes()
 
 
 def open_session(path: Path) -> tuple[Any, dict[str, int]]:
-    """A session, and how many integer products of each kind its optimized graph has."""
+    """An onnxruntime session on the CPU with default settings, and how many integer products of each kind it runs."""
+    onnx, runtime = need("onnx", "onnx"), need("onnxruntime", "onnx")
+    options = runtime.SessionOptions()
+    options.log_severity_level = _QUIET
     with tempfile.TemporaryDirectory(prefix="headwise-") as folder:
-        optimized = Path(folder) / "optimized.onnx"
-        session = session_of(path, optimized)
-        model = need("onnx", "onnx").load(str(optimized), load_external_data=False)
+        options.optimized_model_filepath = str(Path(folder) / "optimized.onnx")
+        session = runtime.InferenceSession(source_of(path), options, providers=["CPUExecutionProvider"])
+        model = onnx.load(options.optimized_model_filepath, load_external_data=False)
     return session, {name: number for name, number in operators(model).items() if name in INTEGER_OPERATORS}
 
 
