@@ -115,6 +115,18 @@ def test_no_file(tmp_path):
         check_onnx(None)
 
 
+def test_file_that_cannot_be_read(tmp_path, monkeypatch):
+    """It is not said to be no model."""
+
+    def refuse(self):
+        raise PermissionError("not yours")
+
+    path = saved(tmp_path, model())
+    monkeypatch.setattr(type(path), "read_bytes", refuse)
+    with pytest.raises(ValueError, match=r"check_onnx: path must be a file that can be read; got .*: not yours"):
+        check_onnx(path)
+
+
 @pytest.mark.parametrize("opset", [1, 6, onnx.defs.onnx_opset_version() + 1])
 def test_opset(tmp_path, opset):
     with pytest.raises(ValueError, match=rf"path must be of opset 7 to \d+; .*of opset {opset}"):

@@ -64,9 +64,9 @@ def check_onnx(path: str | os.PathLike[str]) -> OnnxFile:
         Inputs, outputs, operators and size.
 
     Raises:
-        ValueError: there is no such file, it is no ONNX model, its opset is too old or too new for the onnx that is
-            installed, weights lie outside its folder (an absolute name, `..`, a link), are missing or shorter than it
-            says, or onnx's checker refuses it.
+        ValueError: there is no such file, it cannot be read, it is no ONNX model, its opset is too old or too new for
+            the onnx that is installed, weights lie outside its folder (an absolute name, `..`, a link), are missing or
+            shorter than it says, or onnx's checker refuses it.
         ImportError: onnx is missing.
 
     Cost: reads the file, weights in other files not.
@@ -89,7 +89,7 @@ def check_onnx(path: str | os.PathLike[str]) -> OnnxFile:
         raise invalid(_NAME, "path", "be an ONNX model", f"{file}, whose graphs lie too deep") from error
     try:
         onnx.checker.check_model(str(file))
-    except Exception as error:
+    except Exception as error:  # of a damaged file ValidationError, UnicodeDecodeError, ValueError and more
         raise invalid(_NAME, "path", "be a model that onnx's checker takes", f"{file}: {error}") from error
     weights = {tensor.name for tensor in model.graph.initializer}
     inputs = tuple(_value(file, value) for value in model.graph.input if value.name not in weights)
@@ -101,8 +101,12 @@ def check_onnx(path: str | os.PathLike[str]) -> OnnxFile:
 
 def _read(onnx: Any, file: Path) -> Any:
     try:
-        model = onnx.load_model_from_string(file.read_bytes())
-    except Exception as error:
+        held = file.read_bytes()
+    except OSError as error:
+        raise invalid(_NAME, "path", "be a file that can be read", f"{file}: {error}") from error
+    try:
+        model = onnx.load_model_from_string(held)
+    except Exception as error:  # protobuf's own, of which onnx has no name
         raise invalid(_NAME, "path", "be an ONNX model", f"{file}, which cannot be read as one") from error
     if not model.ir_version or not model.graph.node:  # nearly any bytes are some protobuf message
         raise invalid(_NAME, "path", "be an ONNX model", f"{file}, which holds no graph")
