@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from headwise._checks import at_least, counted, invalid, need
 from headwise._files import whole
@@ -194,6 +194,19 @@ def export_executorch(
     return found
 
 
+class Loaded:
+    """An ExecuTorch file that is ready to run: tensors by position, a list of tensors back."""
+
+    def __init__(self, path: Path) -> None:
+        runtime: Any = need("executorch.runtime", "edge")
+        self._program = runtime.Runtime.get().load_program(path)  # methods do not keep it alive
+        self._method = self._program.load_method("forward")
+
+    def __call__(self, *tensors: Tensor) -> list[Tensor]:
+        """The outputs, each with memory of its own: the next call writes into the runtime's."""
+        return [torch.as_tensor(one).clone() for one in self._method.execute([x.contiguous() for x in tensors])]
+
+
 def _on_any_processor(model: nn.Module) -> None:
     """Let int8 layers compute the same on any processor."""
     for module in model.modules():
@@ -245,7 +258,7 @@ def _lower(program: Any) -> tuple[Any, xnnpack.Delegation]:
         )
         taken = xnnpack.delegation(edge)
         return edge.to_executorch(), taken
-    except Exception as error:
+    except Exception as error:  # our own passes run inside, and XNNPACK's; ExecuTorch's errors have no common base
         first = str(error).strip().partition("\n")[0]
         rule = "use operators that ExecuTorch has, and XNNPACK can run"
         raise invalid(_NAME, "model", rule, f"{type(error).__name__}: {first}") from error
@@ -269,21 +282,18 @@ def _trials(
 ) -> tuple[list[tuple[Trial, float]], list[str]]:
     """The file beside the model, and beside torch on the file's own grid; and sizes that the model does not take."""
     with quiet_start():
-        runtime: Any = need("executorch.runtime", "edge")
-        loaded = runtime.Runtime.get().load_program(path)
-        method = loaded.load_method("forward")
+        file = Loaded(path)
         trials, notes = [], []
         for chosen in sizes.trials():
             named = sizes.said(chosen)
             tensors = shapes.resized(call.tensors, sizes.at(chosen))
             want = shapes.outputs_at(module, tensors)
             if want is None:
-                said = ", ".join(f"{name} {size}" for name, size in named.items())
-                notes.append(f"not tried at {said}, which the model does not take")
+                notes.append(f"not tried at {verify.at_sizes(named)}, which the model does not take")
                 continue
             try:
-                got = [torch.as_tensor(one).clone() for one in method.execute([x.contiguous() for x in tensors])]
-            except Exception as error:
+                got = file(*tensors)
+            except Exception as error:  # whatever the runtime raises, the file does not run at these sizes
                 trials.append((Trial(named, math.inf, holds=False, raised=str(error).partition("\n")[0]), 0.0))
                 continue
             other = 0.0 if rounded is None else verify.difference(got, rounded(*tensors))

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from headwise.export import leaner
+from headwise.export.shapes import worded
 
 PLACES = ("headwise_in_", "headwise_out_")  # names of inputs and outputs, until all inner names are known
 _INT8 = 3  # as onnx counts its types
-_WORD = re.compile(r"[A-Za-z_]\w*")
 
 
 def finish(model: Any, labels: Mapping[str, str], version: str, metadata: Mapping[str, str]) -> None:
@@ -27,7 +26,7 @@ def finish(model: Any, labels: Mapping[str, str], version: str, metadata: Mappin
         value.ClearField("metadata_props")
         for size in value.type.tensor_type.shape.dim:
             if size.HasField("dim_param"):
-                text = _WORD.sub(lambda found: labels.get(found[0], found[0]), size.dim_param)
+                text = worded(size.dim_param, labels)
                 if text.isdecimal():  # torch writes down a size that it found to be fixed as a name
                     size.dim_value = int(text)
                 else:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import itertools
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +21,6 @@ from headwise.export.shapes import Sizes, Wanted, inputs_of, outputs_at, varied,
 _LARGE = 1024  # sizes above it are followed without numbers
 _MUCH = 2**17  # and their product
 _MANY = 3  # broken calls for each guard
-_WORD = re.compile(r"[A-Za-z_]\w*")
 
 
 def conditions(program: Any, sizes: Sizes) -> list[Any]:
@@ -50,12 +48,6 @@ def conditions(program: Any, sizes: Sizes) -> list[Any]:
 
 def _sympy() -> Any:
     return importlib.import_module("sympy")  # torch brings it, and loads it late
-
-
-def said(condition: Any, labels: Mapping[Any, str]) -> str:
-    """A guard in the names of the file's sizes."""
-    names = {str(symbol): label for symbol, label in labels.items()}
-    return _WORD.sub(lambda found: names.get(found[0], found[0]), str(condition))
 
 
 def limit(condition: Any) -> tuple[Any, str, int] | None:

@@ -110,7 +110,7 @@ def export_onnx(
         wanted = shapes.asked(_NAME, call, dynamic_shapes)
         program, sizes = _followed(twin, module, call, wanted)
         proto, made = _translate(program, opset, len(call.names), len(names))
-        graphs.finish(proto, {str(symbol): label for symbol, label in sizes.labels.items()}, _version(), said)
+        graphs.finish(proto, sizes.names(), _version(), said)
         graphs.name_values(proto.graph, call.names, names)
         closest = tolerance or (_INT8_ERROR if made else _FLOAT_ERROR)
         with whole(target) as part:

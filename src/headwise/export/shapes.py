@@ -18,7 +18,7 @@ Shapes = Mapping[str, Any]
 _FREE = (0, 1)  # the dimensions that an example of size 1 is likely not to mean literally
 _ENDLESS = 2**31  # a greatest size that is none
 _FAR = 67  # at least, and more than twice the example's
-_IS_NAME = re.compile(r"[A-Za-z_]\w*")
+_WORD = re.compile(r"[A-Za-z_]\w*")
 
 
 class Free(NamedTuple):
@@ -62,6 +62,11 @@ def outputs_at(module: Positional, tensors: tuple[Tensor, ...]) -> tuple[Tensor,
         except Exception:  # the model is the caller's: it raises what it likes
             return None
     return out
+
+
+def worded(text: str, labels: Mapping[str, str]) -> str:
+    """An expression of torch's symbols in the names of the sizes."""
+    return _WORD.sub(lambda found: labels.get(found[0], found[0]), text)
 
 
 def with_sizes(tensors: Sequence[Tensor], sizes: Mapping[tuple[int, int], int]) -> list[list[int]]:
@@ -120,7 +125,7 @@ def asked(function: str, call: Call, dynamic_shapes: Shapes | None) -> Wanted:
 def _free(function: str, where: str, label: Any, size: int) -> Free:
     said = None if _hint(label) else getattr(label, "__name__", label)
     is_size = isinstance(label, (str, torch.export.Dim)) or _hint(label)
-    if not is_size or hasattr(label, "root") or (said is not None and not _IS_NAME.fullmatch(said)):
+    if not is_size or hasattr(label, "root") or (said is not None and not _WORD.fullmatch(said)):
         rule = "be a name such as 'batch', or a torch.export.Dim that is not made of another"
         raise invalid(function, where, rule, repr(label))
     least, most = getattr(label, "min", None), getattr(label, "max", None)
@@ -227,6 +232,10 @@ class Sizes:
             for symbol, label in self.labels.items()
             if (size := self.least.get(symbol, 1)) > 1
         ]
+
+    def names(self) -> dict[str, str]:
+        """What each symbol is called in the file, by torch's own name for it."""
+        return {str(symbol): label for symbol, label in self.labels.items()}
 
     def said(self, chosen: Mapping[Any, int]) -> dict[str, int]:
         """Sizes by their names."""

@@ -107,7 +107,7 @@ class Beside:
             return None
         try:
             got = verify.run(self.session, self.call.names, tensors)
-        except Exception as error:
+        except Exception as error:  # onnxruntime's errors have no common base
             return Trial(named, math.inf, values, holds=False, raised=str(error).partition("\n")[0])
         errors = verify.differences(got, want, self.scales)
         if self._holds(errors, want):
@@ -170,8 +170,7 @@ class Beside:
             assert chosen is not None, "the example ran before"
             if (other := self.sizes.multiple(chosen)) != chosen:
                 waiting.append(other)
-            said = ", ".join(f"{name} {size}" for name, size in named.items())
-            notes.append(f"not tried at {said}, which the model does not take")
+            notes.append(f"not tried at {verify.at_sizes(named)}, which the model does not take")
         for trial in self.with_values(self.call.tensors, example):
             if trial.holds or trial.values != _ALL:
                 trials.append(trial)
@@ -215,7 +214,7 @@ def hold_guards(beside: Beside, program: Any) -> tuple[list[Limit], list[str]]:
     notes: list[str] = []
     needed: list[str] = []
     for place, condition in enumerate(guards.conditions(program, sizes)):
-        text = guards.said(condition, sizes.labels)
+        text = shapes.worded(str(condition), sizes.names())
         points = guards.broken(condition, sizes)
         if points and place >= _FREELY:
             notes.append(f"not tried where this does not hold: {text}")
@@ -263,6 +262,6 @@ def _taken_for_granted(
     if most is not None and most[1] == "at most":
         cure += f', or give its bound: torch.export.Dim("{sizes.labels[most[0]]}", max={most[2]})'
     label = ", ".join(sorted(sizes.labels[one] for one in condition.free_symbols))
-    at = ", ".join(f"{name} {size}" for name, size in named.items())
     rule = f"do the same at all sizes that the file takes; {cure}"
-    return invalid(_NAME, "model", rule, f"another way where {text} does not hold ({label}): at {at} the file is {why}")
+    got = f"another way where {text} does not hold ({label}): at {verify.at_sizes(named)} the file is {why}"
+    return invalid(_NAME, "model", rule, got)

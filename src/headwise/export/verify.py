@@ -31,6 +31,11 @@ _TINY = 1e-38
 _LEAST = 1e-6  # of an output: below it numbers count as they are, not as shares
 
 
+def at_sizes(sizes: Mapping[str, int]) -> str:
+    """`batch 3, length 7`."""
+    return ", ".join(f"{name} {size}" for name, size in sizes.items())
+
+
 @dataclass(frozen=True)
 class Trial:
     """A file and the model, side by side on one input.
@@ -54,7 +59,7 @@ class Trial:
     raised: str = ""
 
     def __str__(self) -> str:
-        sizes = ", ".join(f"{name} {size}" for name, size in self.sizes.items()) or "the example"
+        sizes = at_sizes(self.sizes) or "the example"
         values = f", {self.values}" if self.values else ""
         own = f" (the model's own for a change in the last digit: {self.own:.1e})" if self.own else ""
         return f"{sizes}{values}: {self.raised or f'{self.error:.1e}'}{own}"

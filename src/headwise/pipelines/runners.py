@@ -17,7 +17,7 @@ from torch import Tensor
 from headwise._checks import need
 from headwise._files import whole
 from headwise.data.samples import Series, pad
-from headwise.export.executorch import export_executorch
+from headwise.export.executorch import Loaded, export_executorch
 from headwise.export.onnx import export_onnx
 from headwise.export.quiet import quiet_start
 from headwise.models.classifier import SequenceClassifier, SeriesEmbedding
@@ -153,13 +153,11 @@ class _Executorch:
 
     def __init__(self, path: Path, threads: int) -> None:
         with quiet_start(again=True):
-            runtime = need("executorch.runtime", "edge")
             need("executorch.extension.pybindings.portable_lib", "edge")._unsafe_reset_threadpool(threads)
-            self.program = runtime.Runtime.get().load_program(path)  # methods do not keep it alive
-            self.method = self.program.load_method("forward")
+            self.file = Loaded(path)
 
     def __call__(self, x_1LX: Tensor, padding_1L: Tensor | None = None, /) -> Tensor:
-        return torch.as_tensor(self.method.execute([x_1LX.contiguous()])[0]).clone()
+        return self.file(x_1LX)[0]
 
 
 RUNNERS: dict[str, Callable[[Path, int], Runner]] = {"onnxruntime": _Onnx, "executorch": _Executorch}
