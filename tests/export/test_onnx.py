@@ -13,6 +13,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+from tests.export.running import run
 from torch import nn
 
 import headwise
@@ -36,11 +37,6 @@ def inputs(batch=3, length=7):
     x = torch.randn(batch, length, D)
     kept = torch.linspace(length, 0, batch).long()
     return x, torch.arange(length) >= kept[:, None]
-
-
-def run(path, **fed):
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    return [torch.from_numpy(out) for out in session.run(None, {name: x.numpy() for name, x in fed.items()})]
 
 
 @pytest.fixture(scope="module")

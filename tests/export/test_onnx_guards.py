@@ -9,9 +9,9 @@ import math
 import os
 
 import onnx
-import onnxruntime
 import pytest
 import torch
+from tests.export.running import run
 from torch import nn
 
 from headwise.export import export_onnx
@@ -36,11 +36,6 @@ class Do(nn.Module):
 def export(function, x=None, folder=None, **options):
     example = torch.randn(3, 10, W) if x is None else x
     return export_onnx(Do(function), example, folder / "model.onnx", verbose=False, **options)
-
-
-def run(path, **fed):
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    return [torch.from_numpy(out) for out in session.run(None, {name: x.numpy() for name, x in fed.items()})]
 
 
 def slow(*values):
