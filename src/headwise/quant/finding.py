@@ -84,14 +84,20 @@ def plan(function: str, model: nn.Module, where: Where, optimizer: Optimizers) -
     return _find(function, model, where, opened)
 
 
-def check_own(function: str, name: str, linear: nn.Linear) -> None:
+def check_own(function: str, name: str, linear: nn.Linear, can_leave: bool = True) -> None:
     """Hold that a linear is no more than its class says, and that no name of int8 is taken.
+
+    Args:
+        function: for errors.
+        name: of the linear.
+        linear: it.
+        can_leave: whether a caller can leave it out by `where`.
 
     Raises:
         ValueError: weights that something computes, a `forward` that is not the class's, a name that is taken.
     """
     state, name, is_prepared = vars(linear), name or "model", isinstance(linear, FakeQuantLinear)
-    leave = "" if is_prepared else ", or leave the layer by where="
+    leave = ", or leave the layer by where=" if can_leave and not is_prepared else ""
     for part in ("weight", "bias"):
         if part not in linear._parameters:
             undo = "prune.remove, remove_weight_norm, remove_spectral_norm, remove_parametrizations"

@@ -178,12 +178,12 @@ def copied_model(function: str, model: nn.Module) -> nn.Module:
         raise invalid(function, "model", "be an nn.Module", class_of(model))
     try:
         copied = copy.deepcopy(model)
-    except Exception as error:
+    except Exception as error:  # a module's own __deepcopy__ may raise anything
         for name, module in model.named_modules():
-            if type(module) is nn.Linear:  # pruned, for instance: its computed weight cannot be copied
-                check_own(function, name, module)
+            if type(module) is nn.Linear and not _copies(module):  # pruned: its computed weight cannot be copied
+                check_own(function, name, module, can_leave=False)
         rule = "be one that copy.deepcopy can copy; detach what it keeps of a forward, remove what it cannot copy"
-        raise invalid(function, "model", rule, f"{class_of(model)}: {error}") from error
+        raise invalid(function, "model", rule, f"{class_of(model)}: {str(error) or type(error).__name__}") from error
     own = {id(module) for module in model.modules()}
     if shared := [name or "model" for name, module in copied.named_modules() if id(module) in own]:
         rule = "be copied whole by copy.deepcopy, or the original would be changed too"
@@ -192,6 +192,14 @@ def copied_model(function: str, model: nn.Module) -> nn.Module:
         if not is_lazy(parameter):  # which find_linears and the exporters refuse by name
             parameter.requires_grad_(False)
     return copied.eval()
+
+
+def _copies(module: nn.Module) -> bool:
+    try:
+        copy.deepcopy(module)
+    except Exception:  # which one does not matter: the caller has the whole model's
+        return False
+    return True
 
 
 def turned(function: str, model: nn.Module, linears: dict[str, nn.Linear], states: dict[str, Int8State]) -> nn.Module:

@@ -204,3 +204,29 @@ def test_the_only_stock_layer_may_be_one_that_stays(way, beside):
 def test_nothing_but_a_stock_layer_that_stays_is_refused_by_the_functions_own_name(way):
     with pytest.raises(ValueError, match=rf"^{way.__name__}: model must hold an nn.Linear, .*; got only attn.out_proj"):
         way(Asking())
+
+
+class Uncopied(nn.Module):
+    """Gives no reason."""
+
+    def __deepcopy__(self, memo):
+        raise NotImplementedError
+
+    def forward(self, x):
+        return x
+
+
+def test_what_cannot_be_copied_is_blamed_on_nothing_else():
+    model = nn.Sequential(nn.Linear(3, 3), Uncopied())
+    model[0].forward = model[0].forward  # unusual, but it can be copied
+    with pytest.raises(ValueError, match=r"can copy.*got \S*Sequential: NotImplementedError"):
+        headwise.quantize(model, where=lambda name, _: name != "0")
+
+
+def test_a_cure_that_would_not_help_is_not_named():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    prune.l1_unstructured(model[0], "weight", 2)
+    model(torch.randn(2, 3))  # with gradients: what it computed cannot be copied, wherever where= looks
+    with pytest.raises(ValueError, match=r"^quantize: 0 must have a weight of its own: make it one first") as caught:
+        headwise.quantize(model, where=lambda name, _: name == "1")
+    assert "where=" not in str(caught.value)
