@@ -19,6 +19,7 @@ import headwise
 from headwise import pipelines
 from headwise.data.samples import Series, japanese_vowels
 from headwise.data.timeseries import read_series
+from headwise.export import doors
 from headwise.quant import report
 from headwise.quant.backends import X86
 
@@ -212,7 +213,7 @@ def test_a_file_that_is_not_what_the_model_is_is_one_line(
 
     def broken(_: Any, __: Any, path: Path, **___: Any) -> None:
         part = f"{path.parent}/.x.0123abcd.part.onnx"
-        raise RuntimeError(f"export_onnx: {path} was not written: Cannot\n  read '{part}'")
+        raise doors.broken("export_onnx", path, f"Cannot\n  read '{part}'")
 
     monkeypatch.setattr(pipelines.runners, "export_onnx", broken)
     monkeypatch.setitem(sys.modules, "executorch", None)

@@ -10,6 +10,10 @@ from headwise._checks import invalid, is_number
 _LONGEST = 255 - len("..12345678.part")  # bytes of a name: while it is written, the file has a longer one
 
 
+class NotWrittenError(RuntimeError):
+    """A file that does not do what the model does was not written; what stood there before still does."""
+
+
 def target_of(function: str, path: object, for_instance: str) -> Path:
     """The path of a file that can be written.
 
@@ -37,9 +41,9 @@ def target_of(function: str, path: object, for_instance: str) -> Path:
     return target
 
 
-def broken(function: str, target: Path, why: str) -> RuntimeError:
+def broken(function: str, target: Path, why: str) -> NotWrittenError:
     """The error for a file that does not do what the model does; to be raised while the file has no name yet."""
-    return RuntimeError(f"{function}: {target} was not written: {why}")
+    return NotWrittenError(f"{function}: {target} was not written: {why}")
 
 
 def _is_utf8(text: str) -> bool:

@@ -4,6 +4,7 @@ Each job reads all that it needs before it computes, and checks where it will wr
 leaves no file.
 """
 
+from headwise.export.doors import NotWrittenError
 from headwise.pipelines.bench import Comparison, Form, benchmark_classifier
 from headwise.pipelines.classify import (
     Inspection,
@@ -18,7 +19,6 @@ from headwise.pipelines.classify import (
     train_classifier,
 )
 from headwise.pipelines.edge import Exported, Quantization, export_classifier, quantize_classifier
-from headwise.pipelines.runners import NotWrittenError
 from headwise.pipelines.shared import ClassScore, Evaluation
 
 __all__ = [

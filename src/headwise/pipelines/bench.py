@@ -21,6 +21,7 @@ from torch import Tensor
 
 from headwise._checks import at_least, invalid
 from headwise.data.samples import Series, pad
+from headwise.export.doors import NotWrittenError
 from headwise.models.classifier import SequenceClassifier, SeriesEmbedding
 from headwise.models.files import save
 from headwise.pipelines import runners
@@ -181,7 +182,7 @@ def _forms(
             except ImportError as error:
                 missing.append(f"{runtime}: {error}")
                 break
-            except runners.NotWrittenError as error:
+            except NotWrittenError as error:
                 missing.append(f"{runtime}, {kind}: {str(error).partition(' was not written: ')[2] or error}")
                 continue
             found.append((runtime, kind, path.stat().st_size, run))

@@ -203,7 +203,7 @@ def export_classifier(
     Raises:
         ImportError: safetensors is missing, or what the format needs.
         OSError: the file could not be written; what stood there before still does.
-        RuntimeError: the file does not give what the model gives; it was not written (`runners.NotWrittenError`).
+        RuntimeError: the file does not give what the model gives; it was not written (`NotWrittenError`).
         ValueError: no model there, a data file that is not as it should be, or an `output` that cannot be.
     """
     function = "export_classifier"

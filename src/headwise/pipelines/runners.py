@@ -17,6 +17,7 @@ from torch import Tensor
 from headwise._checks import need
 from headwise._files import whole
 from headwise.data.samples import Series, pad
+from headwise.export.doors import NotWrittenError
 from headwise.export.executorch import Loaded, export_executorch
 from headwise.export.onnx import export_onnx
 from headwise.export.quiet import quiet_start
@@ -29,21 +30,15 @@ SUFFIX = {"onnxruntime": ".onnx", "executorch": ".pte"}
 Written = tuple[Any, dict[str, Any], tuple[Path, ...]]  # the exporter's report, what the file says, what was written
 
 
-class NotWrittenError(RuntimeError):
-    """A file that does not do what the model does, in one line."""
-
-
 def write(runtime: str, model: SequenceClassifier, series: Series | None, output: Path) -> Written:
     """Write a classifier for a runtime, after the exporter tried it.
 
     Raises:
-        NotWrittenError: the file does not do what the model does; what stood there before still does.
+        NotWrittenError: the file does not do what the model does, in one line; what stood there before still does.
     """
     try:
         return (_to_onnx if runtime == "onnxruntime" else _to_executorch)(model, series, output)
-    except RuntimeError as error:
-        if not re.match(r"export_\w+: ", str(error)):
-            raise  # a mistake of ours, or of a library's
+    except NotWrittenError as error:
         # A library may name the file by what it is called until it is whole
         line = re.sub(r"[^\s'\":]*\.[0-9a-f]{8}\.part(\.\w+)?", output.name, " ".join(str(error).split()))
         raise NotWrittenError(line) from error
