@@ -10,23 +10,23 @@ import argparse
 import copy
 import datetime
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import headwise
 from benchmarks.harness import machine
-from headwise.data.samples import Series, collate, japanese_vowels, pad
-from headwise.models.classifier import SequenceClassifier, SeriesEmbedding
+from headwise.data.samples import collate, japanese_vowels
+from headwise.models.classifier import SequenceClassifier
+from headwise.pipelines.classify import fit
+from headwise.pipelines.shared import BATCH, logits_of, padded_batches
 from headwise.quant import equalize
 
 TRAIN, TEST = japanese_vowels()
-BATCH = 32
 FACTOR, CHANNELS = 300.0, 3
 
 
@@ -82,18 +82,11 @@ _SHOWS = (
 
 
 def trained(seed: int, epochs: int = 30, activation: str = "gelu") -> SequenceClassifier:
-    """The float model, by the settings of `headwise demo`."""
-    torch.manual_seed(seed)
-    model = SequenceClassifier(len(TRAIN.class_names), num_channels=TRAIN.num_channels, activation=activation)
-    assert isinstance(model.embedding, SeriesEmbedding)
-    model.embedding.fit_scale(TRAIN.values)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05)
-    steps = epochs * -(-len(TRAIN) // BATCH)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=steps)
-    return _run(model, optimizer, schedule, epochs)
+    """The float model, as `headwise demo` trains it."""
+    return fit("int8_accuracy", TRAIN, seed, epochs, activation=activation)
 
 
-def tuned(model: nn.Module, tuning: Tuning, seed: int) -> nn.Module:
+def tuned(model: SequenceClassifier, tuning: Tuning, seed: int) -> SequenceClassifier:
     """A copy of it, prepared and trained on; in eval mode."""
     torch.manual_seed(seed)
     model = copy.deepcopy(model)
@@ -102,9 +95,17 @@ def tuned(model: nn.Module, tuning: Tuning, seed: int) -> nn.Module:
             module.split_projections()  # here, so that prepare_qat has nothing to warn of
     headwise.prepare_qat(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=tuning.rate, weight_decay=0.05)
-    steps = tuning.epochs * -(-len(TRAIN) // BATCH)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
-    return _run(model, optimizer, schedule, tuning.epochs)
+    batches = DataLoader(TRAIN, batch_size=BATCH, shuffle=True, collate_fn=collate)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, tuning.epochs * len(batches))
+    model.train()
+    for _ in range(tuning.epochs):
+        for values_BLX, padding_BL, labels_B in batches:
+            loss = F.cross_entropy(model(values_BLX, padding_BL), labels_B, label_smoothing=0.1)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+    return model.eval()
 
 
 def with_outliers(model: SequenceClassifier, seed: int) -> SequenceClassifier:
@@ -126,13 +127,12 @@ def with_outliers(model: SequenceClassifier, seed: int) -> SequenceClassifier:
 
 def calibration() -> list[tuple[Tensor, Tensor]]:
     """The training series, as the model is called with them."""
-    return list(_batches(TRAIN))
+    return padded_batches(TRAIN)
 
 
-def logits(model: nn.Module) -> Tensor:
+def logits(model: SequenceClassifier) -> Tensor:
     """Of all test series, (370, 9)."""
-    with torch.no_grad():
-        return torch.cat([model(*batch) for batch in _batches(TEST)])
+    return logits_of("int8_accuracy", model, TEST)
 
 
 def right(logits_NY: Tensor) -> int:
@@ -140,7 +140,7 @@ def right(logits_NY: Tensor) -> int:
     return int((logits_NY.argmax(-1) == TEST.labels).sum())
 
 
-def row(name: str, model: nn.Module, began_NY: Tensor, own_NY: Tensor | None = None) -> Row:
+def row(name: str, model: SequenceClassifier, began_NY: Tensor, own_NY: Tensor | None = None) -> Row:
     """Measure one int8 model."""
     found_NY = logits(model)
     other = [began_NY] if own_NY is None else [began_NY, own_NY]
@@ -150,7 +150,7 @@ def row(name: str, model: nn.Module, began_NY: Tensor, own_NY: Tensor | None = N
     return Row(name, right(found_NY), flips[0], own[0], errors[0], own[1])
 
 
-def after_training(model: nn.Module, began_NY: Tensor, even: bool = False) -> list[Row]:
+def after_training(model: SequenceClassifier, began_NY: Tensor, even: bool = False) -> list[Row]:
     """The rows of a model that was trained without rounding."""
     name = "equalized, " if even else ""
     return [
@@ -159,7 +159,7 @@ def after_training(model: nn.Module, began_NY: Tensor, even: bool = False) -> li
     ]
 
 
-def by_training(name: str, model: nn.Module, began_NY: Tensor, tuning: Tuning, seed: int) -> list[Row]:
+def by_training(name: str, model: SequenceClassifier, began_NY: Tensor, tuning: Tuning, seed: int) -> list[Row]:
     """The rows of one that is trained on with rounding."""
     fake = tuned(model, tuning, seed)
     own_NY = logits(fake)
@@ -169,7 +169,7 @@ def by_training(name: str, model: nn.Module, began_NY: Tensor, tuning: Tuning, s
     ]
 
 
-def ordinary(model: nn.Module, seed: int, tuning: Tuning = BENIGN) -> tuple[int, list[Row]]:
+def ordinary(model: SequenceClassifier, seed: int, tuning: Tuning = BENIGN) -> tuple[int, list[Row]]:
     """A model as it is: how many test series it names right in float, and the rows."""
     began_NY = logits(model)
     return right(began_NY), [*after_training(model, began_NY), *by_training("QAT", model, began_NY, tuning, seed)]
@@ -208,28 +208,6 @@ def table(title: str, runs: list[tuple[int, list[Row]]]) -> list[str]:
 
 def _percent(number: int) -> str:
     return f"{number / len(TEST):.2%}"
-
-
-def _batches(series: Series) -> Iterator[tuple[Tensor, Tensor]]:
-    for start in range(0, len(series), BATCH):
-        yield pad(series.values[start : start + BATCH])
-
-
-def _run(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    schedule: torch.optim.lr_scheduler.LRScheduler,
-    epochs: int,
-) -> nn.Module:
-    model.train()
-    for _ in range(epochs):
-        for values_BLX, padding_BL, labels_B in DataLoader(TRAIN, batch_size=BATCH, shuffle=True, collate_fn=collate):
-            loss = F.cross_entropy(model(values_BLX, padding_BL), labels_B, label_smoothing=0.1)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
-    return model.eval()
 
 
 def main() -> int:

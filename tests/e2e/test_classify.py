@@ -234,7 +234,7 @@ def test_broken_input_is_one_clear_line_and_writes_nothing(
 ) -> None:
     file, content, message = BROKEN[name]
     (tmp_path / file).write_bytes(content)
-    monkeypatch.setattr(classify, "_fit", lambda *_: pytest.fail("trained"))
+    monkeypatch.setattr(classify, "fit", lambda *_: pytest.fail("trained"))
     assert run("train", "classify", "--data", tmp_path / file, "--output", tmp_path / "out" / "model") == 2
     out, err = capsys.readouterr()
     assert out == ""

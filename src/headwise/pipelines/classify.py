@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -154,7 +154,7 @@ def demo(
     need("safetensors.torch", "models")
     train, test = japanese_vowels()
     with made_folder("demo", output):
-        model = _fit("demo", train, seed, epochs, progress)
+        model = fit("demo", train, seed, epochs, progress)
         logits_NY = logits_of("demo", model, test)
         save(model, output / "model")
         again = load_classifier("demo", output / "model")
@@ -222,7 +222,7 @@ def train_classifier(
     if epochs is None:
         epochs = max(30, -(-400 * BATCH // len(train)))
     with made_folder("train_classifier", output):
-        model = _fit("train_classifier", train, seed, epochs, progress)
+        model = fit("train_classifier", train, seed, epochs, progress)
         evaluation = scored(model.class_names, logits_of("train_classifier", model, held_out), held_out)
         save(model, output)
         return _report(
@@ -406,10 +406,15 @@ def _watched(model: SequenceClassifier, series: Series) -> Snapshot:
     return merged(seen)
 
 
-def _fit(
-    function: str, train: Series, seed: int, epochs: int, progress: Callable[[Progress], None] | None
+def fit(
+    function: str,
+    train: Series,
+    seed: int,
+    epochs: int,
+    progress: Callable[[Progress], None] | None = None,
+    **options: Any,
 ) -> SequenceClassifier:
-    """Train a classifier with sizes that fit the data; returned in eval mode."""
+    """Train a classifier whose sizes fit the data, with other options of its constructor; returned in eval mode."""
     if not 0 <= seed < 2**63:
         raise invalid(function, "seed", "lie in [0, 2**63)", seed)
     if epochs < 1:
@@ -426,6 +431,7 @@ def _fit(
             channel_names=train.channel_names,
             interval=train.interval,
             unit=train.unit,
+            **options,
         )
         assert isinstance(model.embedding, SeriesEmbedding)
         model.embedding.fit_scale(train.values)
