@@ -127,7 +127,7 @@ def with_outliers(model: SequenceClassifier, seed: int) -> SequenceClassifier:
 
 def calibration() -> list[tuple[Tensor, Tensor]]:
     """The training series, as the model is called with them."""
-    return padded_batches(TRAIN)
+    return list(padded_batches(TRAIN))
 
 
 def logits(model: SequenceClassifier) -> Tensor:

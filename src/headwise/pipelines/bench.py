@@ -25,9 +25,8 @@ from headwise.export.doors import NotWrittenError
 from headwise.models.classifier import SequenceClassifier, SeriesEmbedding
 from headwise.models.files import save
 from headwise.pipelines import runners
-from headwise.pipelines.shared import BATCH, able, bytes_of, load_classifier, padded_batches, read_fitting
+from headwise.pipelines.shared import BATCH, bytes_of, int8_of, load_float, read_fitting
 from headwise.quant.linear import Int8Linear
-from headwise.quant.quantize import quantize, report
 
 _LATE = 32  # series whose latency is taken
 _MADE_UP = 64  # steps of the series that stand in where there is no data
@@ -116,11 +115,7 @@ def benchmark_classifier(
     if at_least(1, function, "threads", threads) > most:  # far too many end the process
         raise invalid(function, "threads", f"be at most {most}, four for each processor here", threads)
     at_least(1, function, "rounds", rounds)
-    model = load_classifier(function, directory)
-    if report(model).num_int8:
-        raise invalid(
-            function, "directory", "hold a float model, which is made int8 here", f"an int8 one, in {directory}"
-        )
+    model = load_float(function, directory, "hold a float model, which is made int8 here")
     series = None if data is None else read_fitting(function, model, data)
     say = progress or (lambda _: None)
     before = torch.get_num_threads()
@@ -153,20 +148,17 @@ def _forms(
     model: SequenceClassifier, series: Series | None, folder: Path, threads: int, say: Callable[[str], None]
 ) -> tuple[list[_Found], list[str]]:
     """Each form that can be made and run here; and for each that cannot, why."""
-    models: dict[str, SequenceClassifier] = {"float": model}
     missing = []
     say("quantizing")
-    for kind, calibration in (("int8 dynamic", None), ("int8 static", padded_batches(series))):
-        if kind == "int8 static" and calibration is None:
-            missing.append("int8 static: needs series to calibrate with, --data FILE")
-            continue
-        small = quantize(model, calibration)
-        assert isinstance(small, SequenceClassifier)
-        models[kind] = small
+    models = {"float": model, "int8 dynamic": int8_of(model, None)}
+    if series is None:
+        missing.append("int8 static: needs series to calibrate with, --data FILE")
+    else:
+        models["int8 static"] = int8_of(model, series)
     found: list[_Found] = []
     for kind, one in models.items():
         place = save(one, folder / kind)
-        if any(module.backend for module in able(one).modules() if isinstance(module, Int8Linear)):
+        if any(module.backend for module in one.modules() if isinstance(module, Int8Linear)):
             missing.append(f"torch, {kind}: torch's int8 does not run on this processor")
         else:
             found.append(("torch", kind, bytes_of(place), runners.Torch(one)))

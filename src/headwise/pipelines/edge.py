@@ -23,22 +23,22 @@ from headwise.models.files import save
 from headwise.pipelines import runners
 from headwise.pipelines.shared import (
     Evaluation,
-    able,
     bytes_of,
     files_of,
+    int8_of,
     known_report,
     load_classifier,
+    load_float,
     logits_of,
     made_folder,
     num_learnt,
-    padded_batches,
     read_fitting,
     read_labelled,
     same_time,
     scored,
     threads_for,
 )
-from headwise.quant.quantize import quantize, report
+from headwise.quant.quantize import report
 
 FORMATS = {"onnx": ".onnx", "executorch": ".pte"}
 _RUNTIMES = {"onnx": "onnxruntime", "executorch": "executorch"}
@@ -134,10 +134,7 @@ def quantize_classifier(
             so great that the model overflows, or an `output` that cannot be made or written to, or is `directory`.
     """
     function = "quantize_classifier"
-    model = load_classifier(function, directory)
-    if report(model).num_int8:
-        cure = "quantize the model that training wrote"
-        raise invalid(function, "directory", f"hold a float model; {cure}", f"an int8 one, in {directory}")
+    model = load_float(function, directory, "hold a float model; quantize the model that training wrote")
     if output.resolve() == Path(directory).resolve():
         raise invalid(function, "output", "be another folder than the float model's, which stays", output)
     told = output / "report.json"
@@ -149,9 +146,7 @@ def quantize_classifier(
         tested, measured_on = read_labelled(function, test, model.class_names, model.channel_names), test
         same_time(function, model, tested, test)
     with made_folder(function, output):
-        small = quantize(model, padded_batches(calibration), equalize=equalize, reduce_range=reduce_range)
-        assert isinstance(small, SequenceClassifier)
-        able(small)
+        small = int8_of(model, calibration, equalize=equalize, reduce_range=reduce_range)
         before, after, num_changed = _beside(function, model, small, tested)
         made = report(small)
         found = Quantization(

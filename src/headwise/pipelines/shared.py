@@ -21,6 +21,7 @@ from headwise.models.classifier import SequenceClassifier
 from headwise.models.files import load, weights_of
 from headwise.quant.backends import REFERENCE, X86
 from headwise.quant.linear import Int8Linear
+from headwise.quant.quantize import quantize, report
 
 BATCH = 32  # series a step, in training and after it
 _SHORT = 64  # steps of series that one thread computes as fast as two
@@ -74,8 +75,7 @@ def logits_of(function: str, model: SequenceClassifier, series: Series) -> Tenso
         ValueError: a series overflows in the model; NaN would be counted as the first class.
     """
     with threads_for(series), torch.inference_mode():
-        parts = [model(*pad(series.values[i : i + BATCH])) for i in range(0, len(series), BATCH)]
-    logits_NY = torch.cat(parts)
+        logits_NY = torch.cat([model(*batch) for batch in padded_batches(series)])
     if not logits_NY.isfinite().all():
         index = int((~logits_NY.isfinite()).any(1).nonzero()[0])
         greatest = float(series.values[index].abs().max())
@@ -123,10 +123,29 @@ def load_classifier(function: str, directory: str | os.PathLike[str]) -> Sequenc
     if not isinstance(model, SequenceClassifier) or model.num_channels is None:
         rule = "hold a classifier of time series"
         raise invalid(function, "directory", rule, f"{type(model).__name__}, in {directory}")
-    return able(model)
+    return _able(model)
 
 
-def able(model: SequenceClassifier) -> SequenceClassifier:
+def load_float(function: str, directory: str | os.PathLike[str], rule: str) -> SequenceClassifier:
+    """A classifier that is not int8 yet; `rule` says so, and why or what to do."""
+    model = load_classifier(function, directory)
+    if report(model).num_int8:
+        raise invalid(function, "directory", rule, f"an int8 one, in {directory}")
+    return model
+
+
+def int8_of(
+    model: SequenceClassifier, calibration: Series | None, *, equalize: bool = False, reduce_range: bool = False
+) -> SequenceClassifier:
+    """A copy in int8, static where there are series to calibrate with."""
+    # Padding is 0 to the model, and 0 is in every range
+    batches = None if calibration is None else padded_batches(calibration)
+    small = quantize(model, batches, equalize=equalize, reduce_range=reduce_range)
+    assert isinstance(small, SequenceClassifier)
+    return _able(small)
+
+
+def _able(model: SequenceClassifier) -> SequenceClassifier:
     """Let int8 layers compute the same by float arithmetic where torch's own int8 cannot run, on ARM for instance.
 
     In a program that is the caller's choice; a job is to give its result.
@@ -177,11 +196,9 @@ def bytes_of(directory: Path) -> int:
     return sum(path.stat().st_size for path in files_of(directory))
 
 
-def padded_batches(series: Series | None) -> list[tuple[Tensor, Tensor]] | None:
-    """All series as padded batches, to calibrate with: padding is 0 to the model, and 0 is in every range."""
-    if series is None:
-        return None
-    return [pad(series.values[first : first + BATCH]) for first in range(0, len(series), BATCH)]
+def padded_batches(series: Series) -> Iterator[tuple[Tensor, Tensor]]:
+    """All series in batches, as the model is called with them."""
+    return (pad(series.values[first : first + BATCH]) for first in range(0, len(series), BATCH))
 
 
 def sha256_of(path: str | os.PathLike[str]) -> str:
