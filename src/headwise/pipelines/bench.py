@@ -222,7 +222,7 @@ def _times(runs: Sequence[runners.Runner], timed: list[Tensor], rounds: int) -> 
 
 def _told(found: list[_Found], times: list[tuple[float, float | None]], series: Series | None) -> list[Form]:
     """What was measured, beside the first form."""
-    classes = [None if series is None else _classes(run, series) for *_, run in found]
+    classes = [None if series is None else runners.classes_of(run, series) for *_, run in found]
     first_latency, first_batch = times[0]
     assert first_batch is not None
     forms = []
@@ -243,11 +243,6 @@ def _told(found: list[_Found], times: list[tuple[float, float | None]], series: 
             form = dataclasses.replace(form, accuracy=accuracy, num_changed=int((own != classes[0]).sum()))
         forms.append(form)
     return forms
-
-
-def _classes(run: runners.Runner, series: Series) -> Tensor:
-    """The class that it names for each series alone, (N,)."""
-    return torch.stack([run(x_LX[None])[0].argmax() for x_LX in series.values])
 
 
 def _machine() -> dict[str, str]:

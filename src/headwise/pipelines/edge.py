@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from headwise._checks import invalid
 from headwise._files import whole
 from headwise.data.samples import Series
@@ -36,7 +34,6 @@ from headwise.pipelines.shared import (
     read_labelled,
     same_time,
     scored,
-    threads_for,
 )
 from headwise.quant.quantize import report
 
@@ -211,12 +208,14 @@ def export_classifier(
     model = load_classifier(function, directory)
     series = None if data is None else read_fitting(function, model, data)
     tried = None if series is None else series.subset(range(min(len(series), _TRIED)))
-    if tried is not None:
-        logits_of(function, model, tried)  # where that overflows, it is not the file's fault
+    if tried is not None:  # where the model overflows, it is not the file's fault
+        # Each series alone, as the file is run: in a dynamic model a batch has one range
+        wanted_N = logits_of(function, model, tried, at_once=1).argmax(-1)
     made, says, files = runners.write(_RUNTIMES[kind], model, series, output)
     num_series, num_changed = 0, 0
     if tried is not None:
-        num_series, num_changed = len(tried), _changed(function, model, tried, output, kind)
+        got_N = runners.classes_of(runners.RUNNERS[_RUNTIMES[kind]](output, 1), tried)
+        num_series, num_changed = len(tried), int((got_N != wanted_N).sum())
     return Exported(kind, made, says, num_series, num_changed, files)
 
 
@@ -265,13 +264,3 @@ def _write(directory: Path, small: SequenceClassifier, output: Path, found: Quan
         part.write_text(json.dumps(told, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
         save(small, output)
     return dataclasses.replace(found, files=(*files_of(output), path))
-
-
-def _changed(function: str, model: SequenceClassifier, series: Series, path: Path, kind: str) -> int:
-    """How many series the file names otherwise than the model; each alone, as a dynamic model's batch is one range."""
-    given = [values_LX[None] for values_LX in series.values]
-    with threads_for(series, at_once=1), torch.inference_mode():
-        wanted = [int(model(x_1LX).argmax()) for x_1LX in given]
-    run = runners.RUNNERS[_RUNTIMES[kind]](path, 1)
-    got = [int(run(x_1LX).argmax()) for x_1LX in given]
-    return sum(one != other for one, other in zip(wanted, got, strict=True))

@@ -121,6 +121,11 @@ class Torch:
         return logits_BY
 
 
+def classes_of(run: Runner, series: Series) -> Tensor:
+    """The class that it names for each series alone, (N,)."""
+    return torch.stack([run(x_LX[None])[0].argmax() for x_LX in series.values])
+
+
 class _Onnx:
     """By onnxruntime."""
 

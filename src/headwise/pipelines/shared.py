@@ -68,14 +68,14 @@ class Evaluation:
     num_learnt: int = 0
 
 
-def logits_of(function: str, model: SequenceClassifier, series: Series) -> Tensor:
+def logits_of(function: str, model: SequenceClassifier, series: Series, at_once: int = BATCH) -> Tensor:
     """Logits of all series, (N, Y), a padded batch at a time.
 
     Raises:
         ValueError: a series overflows in the model; NaN would be counted as the first class.
     """
-    with threads_for(series), torch.inference_mode():
-        logits_NY = torch.cat([model(*batch) for batch in padded_batches(series)])
+    with threads_for(series, at_once), torch.inference_mode():
+        logits_NY = torch.cat([model(*batch) for batch in padded_batches(series, at_once)])
     if not logits_NY.isfinite().all():
         index = int((~logits_NY.isfinite()).any(1).nonzero()[0])
         greatest = float(series.values[index].abs().max())
@@ -196,9 +196,9 @@ def bytes_of(directory: Path) -> int:
     return sum(path.stat().st_size for path in files_of(directory))
 
 
-def padded_batches(series: Series) -> Iterator[tuple[Tensor, Tensor]]:
+def padded_batches(series: Series, at_once: int = BATCH) -> Iterator[tuple[Tensor, Tensor]]:
     """All series in batches, as the model is called with them."""
-    return (pad(series.values[first : first + BATCH]) for first in range(0, len(series), BATCH))
+    return (pad(series.values[first : first + at_once]) for first in range(0, len(series), at_once))
 
 
 def sha256_of(path: str | os.PathLike[str]) -> str:
