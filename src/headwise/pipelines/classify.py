@@ -255,8 +255,8 @@ def evaluate(directory: str | os.PathLike[str], data: str | os.PathLike[str]) ->
     model = load_classifier("evaluate", directory)
     series = read_labelled("evaluate", data, model.class_names, model.channel_names)
     same_time("evaluate", model, series, data)
-    scores = scored(model.class_names, logits_of("evaluate", model, series), series)
-    return dataclasses.replace(scores, num_learnt=num_learnt(Path(directory), data, len(series)))
+    logits_NY = logits_of("evaluate", model, series)
+    return scored(model.class_names, logits_NY, series, num_learnt(Path(directory), data, len(series)))
 
 
 def predict(

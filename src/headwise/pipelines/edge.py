@@ -134,39 +134,42 @@ def quantize_classifier(
     model = load_float(function, directory, "hold a float model; quantize the model that training wrote")
     if output.resolve() == Path(directory).resolve():
         raise invalid(function, "output", "be another folder than the float model's, which stays", output)
-    told = output / "report.json"
-    if told.exists() and not told.is_file():
+    path = output / "report.json"
+    if path.exists() and not path.is_file():
         raise invalid(function, "output", "be a folder in which report.json can be written", output)
     calibration = None if data is None else read_fitting(function, model, data)
     tested, measured_on = calibration, data
     if test is not None:
         tested, measured_on = read_labelled(function, test, model.class_names, model.channel_names), test
         same_time(function, model, tested, test)
+    learnt = 0
+    if tested is not None and measured_on is not None:
+        learnt = num_learnt(Path(directory), measured_on, len(tested))
     with made_folder(function, output):
         small = int8_of(model, calibration, equalize=equalize, reduce_range=reduce_range)
-        before, after, num_changed = _beside(function, model, small, tested)
+        before, after, num_changed = _beside(function, model, small, tested, learnt)
         made = report(small)
+        with tempfile.TemporaryDirectory() as folder:
+            first = save(small, Path(folder, "int8"))
+            names, int8_bytes = [file.name for file in files_of(first)], bytes_of(first)
         found = Quantization(
             kind=made.kind,
             num_int8=made.num_int8,
             num_float=made.num_float,
             num_calibration=0 if calibration is None else len(calibration),
             float_bytes=bytes_of(Path(directory)),
-            int8_bytes=0,
+            int8_bytes=int8_bytes,
             before=before,
             after=after,
             num_series=0 if tested is None else len(tested),
             num_changed=num_changed,
             measured_on=None if measured_on is None else os.fspath(measured_on),
-            files=(),
+            files=(*(output / name for name in names), path),
             equalized=equalize,
             weight_bits=made.weight_bits,
         )
-        if before is not None and measured_on is not None:
-            learnt = num_learnt(Path(directory), measured_on, len(tested or ()))
-            before, after = (dataclasses.replace(one, num_learnt=learnt) for one in (before, after or before))
-            found = dataclasses.replace(found, before=before, after=after)
-        return _write(Path(directory), small, output, found)
+        _write(Path(directory), small, found)
+        return found
 
 
 def export_classifier(
@@ -234,7 +237,7 @@ def _format(function: str, output: Path, given: str | None) -> str:
 
 
 def _beside(
-    function: str, model: SequenceClassifier, small: SequenceClassifier, series: Series | None
+    function: str, model: SequenceClassifier, small: SequenceClassifier, series: Series | None, learnt: int
 ) -> tuple[Evaluation | None, Evaluation | None, int]:
     """Scores of both, where there are labels, and how many series get another class."""
     if series is None:
@@ -243,24 +246,20 @@ def _beside(
     num_changed = int((logits_NY.argmax(-1) != small_NY.argmax(-1)).sum())
     if series.labels is None:
         return None, None, num_changed
-    return scored(model.class_names, logits_NY, series), scored(model.class_names, small_NY, series), num_changed
+    before, after = (scored(model.class_names, one_NY, series, learnt) for one_NY in (logits_NY, small_NY))
+    return before, after, num_changed
 
 
-def _write(directory: Path, small: SequenceClassifier, output: Path, found: Quantization) -> Quantization:
+def _write(directory: Path, small: SequenceClassifier, found: Quantization) -> None:
     """The model and, beside it, what was done and what is known of its training, so that `evaluate` knows that too.
 
     The report gets its name last, but all of it is on the disk before anything of an older model is replaced.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        first = save(small, Path(folder, "int8"))
-        weights, int8_bytes = files_of(first)[1].name, bytes_of(first)
-    found = dataclasses.replace(found, int8_bytes=int8_bytes)
+    _, weights, path = found.files
     known: dict[str, Any] = known_report(directory) or {}
     told: dict[str, Any] = {key: known[key] for key in _KEPT if key in known}
-    told |= {"weights": weights, "quantized_from": os.fspath(directory), **dataclasses.asdict(found)}
+    told |= {"weights": weights.name, "quantized_from": os.fspath(directory), **dataclasses.asdict(found)}
     del told["files"]
-    path = output / "report.json"
     with whole(path) as part:
         part.write_text(json.dumps(told, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
-        save(small, output)
-    return dataclasses.replace(found, files=(*files_of(output), path))
+        save(small, path.parent)

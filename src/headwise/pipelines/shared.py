@@ -84,7 +84,7 @@ def logits_of(function: str, model: SequenceClassifier, series: Series, at_once:
     return logits_NY
 
 
-def scored(class_names: Sequence[str], logits_NY: Tensor, series: Series) -> Evaluation:
+def scored(class_names: Sequence[str], logits_NY: Tensor, series: Series, num_learnt: int = 0) -> Evaluation:
     assert series.labels is not None
     num_classes = len(class_names)
     pairs_N = series.labels * num_classes + logits_NY.argmax(-1)
@@ -99,6 +99,7 @@ def scored(class_names: Sequence[str], logits_NY: Tensor, series: Series) -> Eva
             for name, right, true, named in zip(class_names, right_Y, true_Y, named_Y, strict=True)
         ),
         confusion=tuple(tuple(row) for row in confusion_YY.tolist()),
+        num_learnt=num_learnt,
     )
 
 
@@ -166,10 +167,9 @@ def same_time(function: str, model: SequenceClassifier, series: Series, data: st
 
 def num_learnt(directory: Path, data: str | os.PathLike[str], num_series: int) -> int:
     """How many of the file's series were trained on, if the report tells."""
-    report = known_report(directory)
+    known = known_report(directory) or {}
     try:
-        known = report is not None and report["data_sha256"] == sha256_of(data)
-        return min(len(report["trained_on"]), num_series) if report is not None and known else 0
+        return min(len(known["trained_on"]), num_series) if known["data_sha256"] == sha256_of(data) else 0
     except (OSError, KeyError, TypeError):
         return 0
 
