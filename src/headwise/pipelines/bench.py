@@ -22,7 +22,7 @@ from torch import Tensor
 from headwise._checks import at_least, invalid
 from headwise.data.samples import Series, pad
 from headwise.export.doors import NotWrittenError
-from headwise.models.classifier import SequenceClassifier, SeriesEmbedding
+from headwise.models.classifier import SequenceClassifier
 from headwise.models.files import save
 from headwise.pipelines import runners
 from headwise.pipelines.shared import BATCH, bytes_of, int8_of, load_float, read_fitting
@@ -184,11 +184,7 @@ def _forms(
 def _timed(model: SequenceClassifier, series: Series | None) -> list[Tensor]:
     """Series whose latency is taken, evenly out of all."""
     if series is None:
-        generator = torch.Generator().manual_seed(0)
-        noise = torch.randn(_LATE, _MADE_UP, len(model.channel_names), generator=generator)
-        embedding = model.embedding
-        assert isinstance(embedding, SeriesEmbedding)
-        return list(noise * embedding.std_X + embedding.mean_X)
+        return runners.made_up(model, [_MADE_UP] * _LATE)
     number = min(_LATE, len(series))
     return [series.values[index * len(series) // number] for index in range(number)]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -88,15 +88,19 @@ def _says(model: SequenceClassifier, size: str) -> dict[str, Any]:
 
 
 def _example(model: SequenceClassifier, series: Series | None) -> tuple[Tensor, Tensor]:
-    """A padded batch of two: real series, or noise with the means and scales of the training."""
+    """A padded batch of two: real series, or made-up ones."""
     if series is not None:
         return pad([series.values[0], series.values[len(series) // 2]])
+    return pad(made_up(model, (16 * model.stride, 11 * model.stride)))
+
+
+def made_up(model: SequenceClassifier, lengths: Iterable[int]) -> list[Tensor]:
+    """Noise with the means and scales of the training, (L, X) for each length."""
     embedding = model.embedding
     assert isinstance(embedding, SeriesEmbedding)
     generator = torch.Generator().manual_seed(0)
-    lengths = 16 * model.stride, 11 * model.stride
     noise = [torch.randn(length, embedding.conv.in_channels, generator=generator) for length in lengths]
-    return pad([one * embedding.std_X + embedding.mean_X for one in noise])
+    return [one_LX * embedding.std_X + embedding.mean_X for one_LX in noise]
 
 
 class Runner(Protocol):
