@@ -30,6 +30,7 @@ from headwise.quant.linear import Int8Linear
 
 _LATE = 32  # series whose latency is taken
 _MADE_UP = 64  # steps of the series that stand in where there is no data
+_RUNTIMES = {"onnx": "onnxruntime", "executorch": "executorch"}  # by the format that they run
 
 
 @dataclass(frozen=True)
@@ -162,15 +163,15 @@ def _forms(
             missing.append(f"torch, {kind}: torch's int8 does not run on this processor")
         else:
             found.append(("torch", kind, bytes_of(place), runners.Torch(one)))
-    for runtime in ("onnxruntime", "executorch"):
+    for file_format, runtime in _RUNTIMES.items():
         for kind, one in models.items():
             if runtime == "executorch" and kind == "int8 static":
                 continue  # the same file as the dynamic one: XNNPACK takes the scale from each row in any case
             say(f"writing {kind} for {runtime}")
-            path = folder / f"{runtime}-{kind.replace(' ', '-')}{runners.SUFFIX[runtime]}"
+            path = folder / f"{runtime}-{kind.replace(' ', '-')}{runners.SUFFIX[file_format]}"
             try:
-                runners.write(runtime, one, series, path)
-                run = runners.RUNNERS[runtime](path, threads)
+                runners.write(file_format, one, series, path)
+                run = runners.RUNNERS[file_format](path, threads)
             except ImportError as error:
                 missing.append(f"{runtime}: {error}")
                 break
@@ -252,7 +253,7 @@ def _machine() -> dict[str, str]:
     except OSError:
         pass
     told = {"processor": processor, "system": platform.system(), "python": platform.python_version()}
-    for name in ("torch", "onnxruntime", "executorch"):
+    for name in ("torch", *_RUNTIMES.values()):
         try:
             told[name] = version(name)
         except PackageNotFoundError:

@@ -19,6 +19,7 @@ from headwise.data.samples import Series
 from headwise.models.classifier import SequenceClassifier
 from headwise.models.files import save
 from headwise.pipelines import runners
+from headwise.pipelines.runners import SUFFIX
 from headwise.pipelines.shared import (
     Evaluation,
     bytes_of,
@@ -37,8 +38,6 @@ from headwise.pipelines.shared import (
 )
 from headwise.quant.quantize import report
 
-FORMATS = {"onnx": ".onnx", "executorch": ".pte"}
-_RUNTIMES = {"onnx": "onnxruntime", "executorch": "executorch"}
 _KEPT = ("data", "data_sha256", "trained_on", "seed", "epochs")  # of the report of the training
 _TRIED = 500  # series of a file that an exported model is run on beside torch
 
@@ -205,7 +204,7 @@ def export_classifier(
     kind = _format(function, output, file_format)
     if not output.parent.is_dir():
         raise invalid(function, "output", "be a file in a folder that exists", output)
-    for path in (output, *runners.beside(output, _RUNTIMES[kind])):
+    for path in (output, *runners.beside(output, kind)):
         if path.exists() and not path.is_file():  # a device neither: what is written is read again, and tried
             raise invalid(function, "output", "be a file that can be written", f"{path}, which is something else")
     model = load_classifier(function, directory)
@@ -214,10 +213,10 @@ def export_classifier(
     if tried is not None:  # where the model overflows, it is not the file's fault
         # Each series alone, as the file is run: in a dynamic model a batch has one range
         wanted_N = logits_of(function, model, tried, at_once=1).argmax(-1)
-    made, says, files = runners.write(_RUNTIMES[kind], model, series, output)
+    made, says, files = runners.write(kind, model, series, output)
     num_series, num_changed = 0, 0
     if tried is not None:
-        got_N = runners.classes_of(runners.RUNNERS[_RUNTIMES[kind]](output, 1), tried)
+        got_N = runners.classes_of(runners.RUNNERS[kind](output, 1), tried)
         num_series, num_changed = len(tried), int((got_N != wanted_N).sum())
     return Exported(kind, made, says, num_series, num_changed, files)
 
@@ -225,14 +224,14 @@ def export_classifier(
 def _format(function: str, output: Path, given: str | None) -> str:
     suffix = output.suffix.lower()
     if given is None:
-        found = [name for name, own in FORMATS.items() if own == suffix]
+        found = [name for name, own in SUFFIX.items() if own == suffix]
         if not found:
-            raise invalid(function, "output", f"end in {' or '.join(FORMATS.values())}; or give --format", output)
+            raise invalid(function, "output", f"end in {' or '.join(SUFFIX.values())}; or give --format", output)
         return found[0]
-    if given not in FORMATS:
-        raise invalid(function, "file_format", f"be one of {list(FORMATS)}", repr(given))
-    if suffix in FORMATS.values() and suffix != FORMATS[given]:
-        raise invalid(function, "output", f"end in {FORMATS[given]}, as the format is {given}", output)
+    if given not in SUFFIX:
+        raise invalid(function, "file_format", f"be one of {list(SUFFIX)}", repr(given))
+    if suffix in SUFFIX.values() and suffix != SUFFIX[given]:
+        raise invalid(function, "output", f"end in {SUFFIX[given]}, as the format is {given}", output)
     return given
 
 

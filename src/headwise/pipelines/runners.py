@@ -25,28 +25,28 @@ from headwise.models.classifier import SequenceClassifier, SeriesEmbedding
 from headwise.quant.quantize import report
 
 METADATA = "headwise"  # the key in an ONNX file whose value says, as JSON, what the numbers mean
-SUFFIX = {"onnxruntime": ".onnx", "executorch": ".pte"}
+SUFFIX = {"onnx": ".onnx", "executorch": ".pte"}  # by format, as RUNNERS at the end
 
 Written = tuple[Any, dict[str, Any], tuple[Path, ...]]  # the exporter's report, what the file says, what was written
 
 
-def write(runtime: str, model: SequenceClassifier, series: Series | None, output: Path) -> Written:
-    """Write a classifier for a runtime, after the exporter tried it.
+def write(file_format: str, model: SequenceClassifier, series: Series | None, output: Path) -> Written:
+    """Write a classifier in a format, after the exporter tried it.
 
     Raises:
         NotWrittenError: the file does not do what the model does, in one line; what stood there before still does.
     """
     try:
-        return (_to_onnx if runtime == "onnxruntime" else _to_executorch)(model, series, output)
+        return (_to_onnx if file_format == "onnx" else _to_executorch)(model, series, output)
     except NotWrittenError as error:
         # A library may name the file by what it is called until it is whole
         line = re.sub(r"[^\s'\":]*\.[0-9a-f]{8}\.part(\.\w+)?", output.name, " ".join(str(error).split()))
         raise NotWrittenError(line) from error
 
 
-def beside(output: Path, runtime: str) -> tuple[Path, ...]:
+def beside(output: Path, file_format: str) -> tuple[Path, ...]:
     """The other files that are written with that one."""
-    return (output.with_name(f"{output.name}.json"),) if runtime == "executorch" else ()
+    return (output.with_name(f"{output.name}.json"),) if file_format == "executorch" else ()
 
 
 def _to_onnx(model: SequenceClassifier, series: Series | None, output: Path) -> Written:
@@ -164,4 +164,4 @@ class _Executorch:
         return self.file(x_1LX)[0]
 
 
-RUNNERS: dict[str, Callable[[Path, int], Runner]] = {"onnxruntime": _Onnx, "executorch": _Executorch}
+RUNNERS: dict[str, Callable[[Path, int], Runner]] = {"onnx": _Onnx, "executorch": _Executorch}
