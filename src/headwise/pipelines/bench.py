@@ -5,7 +5,6 @@ Axis letters: B batch, L positions, N series, X channels, Y classes.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import platform
 import statistics
@@ -25,7 +24,7 @@ from headwise.export.doors import NotWrittenError
 from headwise.models.classifier import SequenceClassifier
 from headwise.models.files import save
 from headwise.pipelines import runners
-from headwise.pipelines.shared import BATCH, bytes_of, int8_of, load_float, read_fitting
+from headwise.pipelines.shared import BATCH, bytes_of, in_threads, int8_of, load_float, read_fitting
 from headwise.quant.linear import Int8Linear
 
 _LATE = 32  # series whose latency is taken
@@ -119,17 +118,12 @@ def benchmark_classifier(
     model = load_float(function, directory, "hold a float model, which is made int8 here")
     series = None if data is None else read_fitting(function, model, data)
     say = progress or (lambda _: None)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        with tempfile.TemporaryDirectory() as folder, torch.inference_mode():
-            found, missing = _forms(model, series, Path(folder), threads, say)
-            timed = _timed(model, series)
-            say("timing")
-            times = _times([run for *_, run in found], timed, rounds)
-            forms = _told(found, times, series)
-    finally:
-        torch.set_num_threads(before)
+    with in_threads(threads), tempfile.TemporaryDirectory() as folder, torch.inference_mode():
+        found, missing = _forms(model, series, Path(folder), threads, say)
+        timed = _timed(model, series)
+        say("timing")
+        times = _times([run for *_, run in found], timed, rounds)
+        forms = _told(found, times, series)
     lengths = [len(values_LX) for values_LX in timed]
     return Comparison(
         forms=tuple(forms),
@@ -219,11 +213,18 @@ def _times(runs: Sequence[runners.Runner], timed: list[Tensor], rounds: int) -> 
 
 def _told(found: list[_Found], times: list[tuple[float, float | None]], series: Series | None) -> list[Form]:
     """What was measured, beside the first form."""
-    classes = [None if series is None else runners.classes_of(run, series) for *_, run in found]
     first_latency, first_batch = times[0]
     assert first_batch is not None
+    first_N: Tensor | None = None
     forms = []
-    for (runtime, kind, num_bytes, _), (latency, batch), own in zip(found, times, classes, strict=True):
+    for (runtime, kind, num_bytes, run), (latency, batch) in zip(found, times, strict=True):
+        accuracy = num_changed = None
+        if series is not None:
+            own_N = runners.classes_of(run, series)
+            first_N = own_N if first_N is None else first_N
+            num_changed = int((own_N != first_N).sum())
+            if series.labels is not None:
+                accuracy = float((own_N == series.labels).double().mean())
         form = Form(
             runtime=runtime,
             kind=kind,
@@ -232,12 +233,9 @@ def _told(found: list[_Found], times: list[tuple[float, float | None]], series: 
             speed=first_latency / latency,
             throughput=None if batch is None else 1 / batch,
             batch_speed=None if batch is None else first_batch / batch,
-            accuracy=None,
-            num_changed=None,
+            accuracy=accuracy,
+            num_changed=num_changed,
         )
-        if series is not None and own is not None and classes[0] is not None:
-            accuracy = None if series.labels is None else float((own == series.labels).double().mean())
-            form = dataclasses.replace(form, accuracy=accuracy, num_changed=int((own != classes[0]).sum()))
         forms.append(form)
     return forms
 
