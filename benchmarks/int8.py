@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 import io
 import logging
 import statistics
@@ -22,7 +21,10 @@ import torch
 from torch import Tensor, nn
 
 import headwise
+from benchmarks import peers
 from benchmarks.harness import times
+from headwise.pipelines.runners import RUNNERS
+from headwise.pipelines.shared import in_threads
 
 D, HEADS, M = 256, 8, 1024
 SIZES = ((1, 1), (1, 16), (1, 128), (1, 512), (8, 64))  # B, T
@@ -75,21 +77,18 @@ def lineup(folder: Path) -> Lineup:
 
 def lines(rounds: int) -> Iterator[tuple[list[str], list[str]]]:
     """A row for each size: the ratios of torch's time to that of each way."""
-    threads = torch.get_num_threads()
     logger = logging.getLogger("headwise")
     level = logger.level
     logger.setLevel(logging.ERROR)
-    with tempfile.TemporaryDirectory() as folder, torch.inference_mode(), warnings.catch_warnings():
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(), in_threads(1):
         warnings.simplefilter("ignore")  # of the other libraries
-        torch.set_num_threads(1)
         try:
-            with torch.inference_mode(False):
-                field = lineup(Path(folder))
-            for B, T in SIZES:
-                yield _line(field, B, T, rounds)
+            field = lineup(Path(folder))
+            with torch.inference_mode():
+                for B, T in SIZES:
+                    yield _line(field, B, T, rounds)
             yield _size_line(field)
         finally:
-            torch.set_num_threads(threads)
             logger.setLevel(level)
 
 
@@ -125,11 +124,7 @@ def _size_line(field: Lineup) -> tuple[list[str], list[str]]:
 
 
 def _try(library: str, make: Callable[[], Run]) -> Run | str:
-    try:
-        importlib.import_module(library)
-    except ImportError:
-        return "not installed"
-    return make()
+    return peers.MISSING if peers.missing(library) else make()
 
 
 def _onnxruntime(model: nn.Module, example: Tensor, path: Path) -> Run:
@@ -185,9 +180,4 @@ def _nncf(layer: nn.Module, samples: list[Tensor], folder: Path) -> Run:
 
 def _executorch(model: nn.Module, example: Tensor, path: Path) -> Run:
     headwise.export_executorch(model, example, path, verbose=False)
-    from executorch.extension.pybindings.portable_lib import _unsafe_reset_threadpool
-    from executorch.runtime import Runtime
-
-    _unsafe_reset_threadpool(1)
-    method = Runtime.get().load_program(path).load_method("forward")
-    return lambda x: method.execute([x])[0].clone()
+    return RUNNERS["executorch"](path, 1)
