@@ -14,7 +14,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from benchmarks.harness import machine
+from benchmarks.harness import machine, save
 from headwise import pipelines
 from headwise.data.timeseries import read_series
 
@@ -75,9 +75,7 @@ def main() -> int:
     text = "\n".join(lines) + "\n"
     print(text)
     if args.save:
-        path = Path(__file__).parent / "results" / f"accuracy-{datetime.date.today():%Y-%m-%d}.md"
-        path.write_text(text, "utf-8")
-        print(f"saved {path.name} in benchmarks/results")
+        save(f"accuracy-{datetime.date.today()}", text)
     return 0
 
 

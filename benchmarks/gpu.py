@@ -12,17 +12,16 @@ import argparse
 import dataclasses
 import datetime
 import functools
-import platform
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import torch
 
 import headwise
 from benchmarks import peers, wasted
-from benchmarks.harness import Case, Product, agree_in_low_precision, events, measure, wall
+from benchmarks.harness import Case, Product, agree_in_low_precision, events, measure, save, wall
 from benchmarks.wasted import TINY, Setting
+from headwise.pipelines.bench import processor
 
 Build = Callable[[Setting], Case]
 LARGE = Setting(batch=16, length=1024, width=1024, heads=16, weights=4096)  # 64 wide heads, as on the CPU
@@ -87,7 +86,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--save is for a GPU's numbers")
     sizes = TINY if args.quick else LARGE
     setting = dataclasses.replace(sizes, device=args.device, dtype=torch.bfloat16, rounded=torch.bfloat16)
-    name = platform.processor() or platform.machine() if on_cpu else torch.cuda.get_device_name()
+    name = processor() if on_cpu else torch.cuda.get_device_name()
     rounds, repeats = (1, 1) if args.quick else (args.rounds, 10)
     what = (
         f"{name}; torch {torch.__version__}, headwise {headwise.__version__}{peers.versions()}. bfloat16, "
@@ -99,9 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(line, flush=True)
         lines.append(line)
     if args.save:
-        path = Path(__file__).parent / "results" / f"gpu-{datetime.date.today():%Y-%m-%d}.md"
-        path.write_text("\n".join(lines) + "\n")
-        print(f"saved {path.name} in benchmarks/results")
+        save(f"gpu-{datetime.date.today()}", "\n".join(lines) + "\n")
     return 0
 
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 import headwise
+from headwise.pipelines.bench import processor
 
 Call = Callable[[], Any]  # gives a tensor, or several: what has to agree
 Clock = Callable[[Call, int], float]  # seconds a call, over so many of them
@@ -252,14 +253,14 @@ def peak_bytes(call: Call) -> int:
     return most
 
 
+def save(name: str, text: str) -> None:
+    """Write a report to benchmarks/results, and say so."""
+    path = Path(__file__).parent / "results" / f"{name}.md"
+    path.write_text(text, "utf-8")
+    print(f"saved {path.name} in benchmarks/results")
+
+
 def machine() -> str:
     """The processor's name where the system tells, versions and threads."""
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        names = [
-            line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")
-        ]
-        name = names[0] if names else name
     versions = f"torch {torch.__version__}, headwise {headwise.__version__}, Python {platform.python_version()}"
-    return f"{name} ({torch.backends.cpu.get_cpu_capability()}), {torch.get_num_threads()} threads; {versions}"
+    return f"{processor()} ({torch.backends.cpu.get_cpu_capability()}), {torch.get_num_threads()} threads; {versions}"

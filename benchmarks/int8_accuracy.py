@@ -11,7 +11,6 @@ import copy
 import datetime
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import headwise
-from benchmarks.harness import machine
+from benchmarks.harness import machine, save
 from headwise.data.samples import collate, japanese_vowels
 from headwise.models.classifier import SequenceClassifier
 from headwise.pipelines.classify import fit
@@ -228,9 +227,7 @@ def main() -> int:
     text = "\n".join(lines) + "\n"
     print(text)
     if args.save:
-        path = Path(__file__).parent / "results" / f"int8-accuracy-{datetime.date.today():%Y-%m-%d}.md"
-        path.write_text(text, "utf-8")
-        print(f"saved {path.name} in benchmarks/results")
+        save(f"int8-accuracy-{datetime.date.today()}", text)
     return 0
 
 

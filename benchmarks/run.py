@@ -12,13 +12,12 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from benchmarks import int8, peers, wasted, watched
 from benchmarks.cases import LARGE, LAYERS, MASKS, SHORT, SHORT_LAYER, classifier, large, layer, short
-from benchmarks.harness import Product, Row, machine, measure
+from benchmarks.harness import Product, Row, machine, measure, save
 
 # What the project promises of each group: every row's ratio, and the geometric mean of short calls.
 NEVER_BELOW = 0.97
@@ -278,10 +277,8 @@ def main() -> int:
     for line in missed:
         print(f"below its floor: {line}")
     if args.save:
-        name = "-".join([f"{datetime.date.today():%Y-%m-%d}", *([args.only] if args.only else [])])
-        path = Path(__file__).parent / "results" / f"{name}.md"
-        path.write_text(text + "".join(f"\nBelow its floor: {line}.\n" for line in missed))
-        print(f"saved {path.name} in benchmarks/results")
+        name = "-".join([f"{datetime.date.today()}", *([args.only] if args.only else [])])
+        save(name, text + "".join(f"\nBelow its floor: {line}.\n" for line in missed))
     return 1 if args.check and missed else 0
 
 

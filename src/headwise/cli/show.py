@@ -91,9 +91,8 @@ def evaluation(scores: Evaluation, as_json: bool, tested_on: str | None = None) 
     if as_json:
         _json(dataclasses.asdict(scores))
         return
-    num_right = sum(score.num_right for score in scores.classes)
     _rows(
-        ("accuracy", f"{scores.accuracy:.1%} ({num_right} of {scores.num_series} series)"),
+        ("accuracy", _accuracy(scores)),
         ("by guessing", f"{scores.majority:.1%}, always the most frequent class"),
         *([("tested on", tested_on)] if tested_on else []),
     )
@@ -107,6 +106,11 @@ def evaluation(scores: Evaluation, as_json: bool, tested_on: str | None = None) 
         shares = ("-" if share is None else f"{share:.1%}" for share in (score.recall, score.precision))
         table.add_row(_plain(score.name), str(score.num_series), str(score.num_right), *shares)
     _print(table)
+
+
+def _accuracy(scores: Evaluation) -> str:
+    num_right = sum(score.num_right for score in scores.classes)
+    return f"{scores.accuracy:.1%} ({num_right} of {scores.num_series} series)"
 
 
 def predictions(given: Sequence[Prediction], as_json: bool) -> None:
@@ -149,11 +153,7 @@ def quantization(found: Quantization, as_json: bool) -> None:
     if found.equalized:
         rows.append(("equalized", "yes, ranges of channels were evened out first"))
     if found.before is not None and found.after is not None:
-        before, after = (
-            f"{one.accuracy:.1%} ({sum(score.num_right for score in one.classes)} of {one.num_series} series)"
-            for one in (found.before, found.after)
-        )
-        rows.append(("accuracy", f"{before} before, {after} now"))
+        rows.append(("accuracy", f"{_accuracy(found.before)} before, {_accuracy(found.after)} now"))
     if found.measured_on is not None:
         rows.append(("other class", f"{found.num_changed} of {counted(found.num_series, 'series', 'series')}"))
         rows.append(("measured on", found.measured_on))

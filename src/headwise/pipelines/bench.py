@@ -240,17 +240,20 @@ def _told(found: list[_Found], times: list[tuple[float, float | None]], series: 
     return forms
 
 
-def _machine() -> dict[str, str]:
-    """The processor's name, and versions."""
-    processor = platform.processor() or platform.machine()
+def processor() -> str:
+    """The processor's name, where the system tells."""
     try:
         for line in Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines():
             if line.startswith("model name"):
-                processor = line.partition(":")[2].strip()
-                break
+                return line.partition(":")[2].strip()
     except OSError:
         pass
-    told = {"processor": processor, "system": platform.system(), "python": platform.python_version()}
+    return platform.processor() or platform.machine()
+
+
+def _machine() -> dict[str, str]:
+    """The processor's name, and versions."""
+    told = {"processor": processor(), "system": platform.system(), "python": platform.python_version()}
     for name in ("torch", *_RUNTIMES.values()):
         try:
             told[name] = version(name)

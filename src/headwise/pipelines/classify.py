@@ -27,7 +27,7 @@ from headwise._files import whole
 from headwise.data.samples import Series, collate, japanese_vowels
 from headwise.data.timeseries import read_series
 from headwise.models.classifier import SequenceClassifier, SeriesEmbedding
-from headwise.models.files import save, weights_of
+from headwise.models.files import save
 from headwise.observe.heatmap import AttentionMap, heatmap
 from headwise.observe.merge import merged
 from headwise.observe.monitor import watch
@@ -35,6 +35,7 @@ from headwise.observe.snapshot import Snapshot
 from headwise.pipelines.shared import (
     BATCH,
     Evaluation,
+    files_of,
     load_classifier,
     logits_of,
     made_folder,
@@ -518,8 +519,7 @@ def _report(
     started: float,
 ) -> TrainResult:
     """Sum a training up, and write what `evaluate` and a person want to know of it beside the model that came of it."""
-    weights, path = weights_of(directory), directory / "report.json"
-    assert weights is not None
+    (config, weights), path = files_of(directory), directory / "report.json"
     result = TrainResult(
         evaluation=evaluation,
         tested_on=tested_on,
@@ -528,7 +528,7 @@ def _report(
         seconds=time.perf_counter() - started,
         seed=seed,
         num_train=len(train),
-        files=(directory / "config.json", weights, path),
+        files=(config, weights, path),
     )
     report = dataclasses.asdict(result)
     del report["files"], report["attention"]
