@@ -385,8 +385,10 @@ class Stream:
         if current is None:
             return
         self.counts.series += 1
-        if current.why_not or self.window is not None:
-            if not current.why_not and current.num_steps < (self.window or 0):
+        if current.why_not:
+            return
+        if self.window is not None:
+            if current.num_steps < self.window:
                 self._refuse(current, f"{current.num_steps} steps, fewer than a window has")
             return
         try:
@@ -469,15 +471,14 @@ def number(cell: str, line: int, dtype: Any = np.float32) -> float:
     Raises:
         Refused: it is none.
     """
-    text = cell.strip()
     try:
         # Python also reads 1_000, and the digits of every script
-        value = float(text) if text.isascii() and "_" not in text else math.nan
+        value = float(cell) if cell.isascii() and "_" not in cell else math.nan
     except ValueError:
         value = math.nan
     with np.errstate(over="ignore"):
         if not np.isfinite(dtype(value)):
-            raise Refused(f"line {line} has {text[:40]!r} where a finite number belongs")
+            raise Refused(f"line {line} has {cell[:40]!r} where a finite number belongs")
     return value
 
 
