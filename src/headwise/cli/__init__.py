@@ -243,7 +243,7 @@ def _app() -> Any:
         (app, inspect),
         (app, heatmap),
         (app, dashboard),
-        *((app, command) for command in edge.commands(option, typer, _program)),
+        *((app, command) for command in edge.commands(option, typer, _program, model=model, as_json=as_json)),
     )
     for group, command in commands:
         # Inside of typer, which has a word of its own for an interruption; a ContextDecorator keeps the signature.

@@ -18,20 +18,22 @@ class Format(StrEnum):
     executorch = "executorch"
 
 
-def commands(option: Callable[..., Any], typer: Any, program: Callable[[], str]) -> list[Callable[..., None]]:
+def commands(
+    option: Callable[..., Any], typer: Any, program: Callable[[], str], *, model: Any, as_json: Any
+) -> list[Callable[..., None]]:
     """The commands as typer takes them.
 
     Args:
         option: makes an option of its help, its names and its rules.
         typer: the library, which is loaded late.
         program: how the user calls this program.
+        model: the argument that names a model, as other commands have it.
+        as_json: the option `--json`, likewise.
     """
-    model = typer.Argument(help="Folder of a trained model.", show_default=False, metavar="DIR")
     any_model = typer.Argument(help="Folder of a trained model, float or int8.", show_default=False, metavar="DIR")
     calibration = "Series like those to come, .ts or .csv, as calibration. Without: each call takes its own scale."
     tested = "Score both models on these labelled series. Default: --data, if it has labels."
     timed = "Series, .ts or .csv: timed, calibrated with, and scored by their labels."
-    as_json = option("Print the result as JSON and nothing else.", "--json")
 
     def quantize(
         model: Annotated[Path, model],
