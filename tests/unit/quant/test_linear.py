@@ -218,7 +218,7 @@ def test_scales_stay_float32(change, input_range):
         layer(getattr(x, change)())
 
 
-@pytest.mark.parametrize("input_range", [None, (-4.0, 5.0)], ids=["dynamic", "static"])
+@KINDS
 @pytest.mark.parametrize("backend", [None, "reference"])
 def test_without_an_input_the_bias_comes_out(backend, input_range):
     state = make_state(torch.randn(3, 0), torch.tensor([1.0, 2.0, 3.0]), input_range)
