@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load as read_tensors
-from safetensors.torch import save as tensors_to_bytes
+from tests.unit.models.harming import change_weights, edit, key, put_weights
 from torch import nn
 
 import headwise
@@ -211,27 +211,6 @@ def test_the_folder_may_not_be_a_file(tmp_path: Path) -> None:
 # --- What cannot be loaded --------------------------------------------------------------------------------------------
 
 
-def edit(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    config = json.loads((folder / "config.json").read_text("utf-8"))
-    change(config)
-    (folder / "config.json").write_text(json.dumps(config), "utf-8")
-
-
-def put_weights(folder: Path, weights: bytes) -> None:
-    """Other weights, to which the config agrees."""
-    digest = hashlib.sha256(weights).hexdigest()
-    name = f"weights-{digest[:16]}.safetensors"
-    (folder / name).write_bytes(weights)
-    edit(folder, lambda config: config.update(weights={"file": name, "sha256": digest}))
-
-
-def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
-    (path,) = folder.glob("weights-*")
-    state = read_tensors(path.read_bytes())
-    change(state)
-    put_weights(folder, tensors_to_bytes(state))
-
-
 def truncate(folder: Path) -> None:
     (path,) = folder.glob("weights-*")
     path.write_bytes(path.read_bytes()[:-100])
@@ -251,10 +230,6 @@ def text(content: str | bytes) -> Callable[[Path], None]:
 
 def argument(name: str, value: Any) -> Callable[[Path], None]:
     return lambda folder: edit(folder, lambda config: config["arguments"].__setitem__(name, value))
-
-
-def key(name: str, value: Any) -> Callable[[Path], None]:
-    return lambda folder: edit(folder, lambda config: config.__setitem__(name, value))
 
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -306,7 +281,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "norm_first is text": (argument("norm_first", "no"), r"must hold arguments .*norm_first must be one of"),
     "version is true": (key("version", True), r"must be of version 1 or 2, .*got True"),
     "no hash": (
-        lambda folder: edit(folder, lambda config: config["weights"].pop("sha256") and None),
+        lambda folder: edit(folder, lambda config: config["weights"].pop("sha256")),
         r"config\.json must hold the SHA-256 of the weights; got None",
     ),
     "weights elsewhere": (
@@ -331,7 +306,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         r"weights-\w+\.safetensors must be a safetensors file",
     ),
     "a tensor missing": (
-        lambda folder: change_weights(folder, lambda state: (state.pop("head.bias"), None)[1]),
+        lambda folder: change_weights(folder, lambda state: state.pop("head.bias")),
         r"must hold the parameters .* 1 that differ, first 'head\.bias': None instead of \(3,\)",
     ),
     "a tensor more": (

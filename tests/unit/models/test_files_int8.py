@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load as read_tensors
-from safetensors.torch import save as tensors_to_bytes
-from torch import Tensor
+from tests.unit.models.harming import change_weights, edit, key
 
 import headwise
 from headwise import SequenceClassifier
@@ -180,44 +177,18 @@ def folder(tmp_path: Path) -> Path:
     return headwise.save(int8(), tmp_path / "model")
 
 
-def edit(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    config = json.loads((folder / "config.json").read_text("utf-8"))
-    change(config)
-    (folder / "config.json").write_text(json.dumps(config), "utf-8")
-
-
-def config(key: str, value: Any) -> Callable[[Path], object]:
-    return lambda folder: edit(folder, lambda config: config.__setitem__(key, value))
-
-
 def kind(name: str, value: Any) -> Callable[[Path], object]:
     return lambda folder: edit(folder, lambda config: config["int8"].__setitem__(name, value))
 
 
-def weights(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], object]:
-    """Other weights, to which the config agrees."""
-
-    def harm(folder: Path) -> None:
-        (path,) = folder.glob("weights-*")
-        state = read_tensors(path.read_bytes())
-        change(state)
-        content = tensors_to_bytes(state)
-        digest = hashlib.sha256(content).hexdigest()
-        name = f"weights-{digest[:16]}.safetensors"
-        (folder / name).write_bytes(content)
-        edit(folder, lambda config: config.update(weights={"file": name, "sha256": digest}))
-
-    return harm
-
-
-def tensor(key: str, value: Any) -> Callable[[Path], object]:
-    return weights(lambda state: state.__setitem__(f"{Q}.{key}", value))
+def tensor(name: str, value: Any) -> Callable[[Path], object]:
+    return lambda folder: change_weights(folder, lambda state: state.__setitem__(f"{Q}.{name}", value))
 
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
-    "int8 in version 1": (config("version", 1), r"config\.json must hold exactly .*got .*'int8'"),
-    "no linear named": (config("int8", {}), r"config\.json must name its int8 linears, each .*; got \{\}"),
-    "a list of names": (config("int8", [Q]), r"config\.json must name its int8 linears, each .*; got \['enc"),
+    "int8 in version 1": (key("version", 1), r"config\.json must hold exactly .*got .*'int8'"),
+    "no linear named": (key("int8", {}), r"config\.json must name its int8 linears, each .*; got \{\}"),
+    "a list of names": (key("int8", [Q]), r"config\.json must name its int8 linears, each .*; got \['enc"),
     "another kind": (kind(Q, "int4"), r"config\.json must name its int8 linears, each 'static' or 'dynamic'"),
     "kind is no text": (kind(Q, ["static"]), r"config\.json must name its int8 linears"),
     "unknown linear": (kind("os.system", "static"), r"hold arguments .*int8: 'os\.system', which is no linear"),
@@ -246,7 +217,9 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "zero point": (tensor("input_zero_point", torch.tensor(256).int()), r"got 256 in .*q_proj\.input_zero_point"),
     "a wide bias": (tensor("int_bias", torch.zeros(10).long()), r"hold '.*int_bias' as torch\.int32; got torch\.int64"),
     "norm of ints": (
-        weights(lambda state: state.update({"encoder.layers.0.norm1.weight": torch.ones(10).int()})),
+        lambda folder: change_weights(
+            folder, lambda state: state.update({"encoder.layers.0.norm1.weight": torch.ones(10).int()})
+        ),
         r"must hold float32 parameters beside int8 ones; got torch\.int32 for 'encoder\.layers\.0\.norm1\.weight'",
     ),
     "absurd width": (
