@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,3 +26,15 @@ def run_json(capsys: pytest.CaptureFixture[str], *argv: object) -> Any:
     out, err = capsys.readouterr()
     assert err == ""
     return json.loads(out)
+
+
+def check_refused(capsys: pytest.CaptureFixture[str], argv: Sequence[str], message: str, folder: Path) -> None:
+    """It ends with code 2 and one line, which says that, and touches no file below the folder."""
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    capsys.readouterr()
+    assert run(*argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = [line for line in err.splitlines() if line]
+    assert re.search(message, line), line
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from matplotlib import image
-from tests.e2e.commands import run, run_json
+from tests.e2e.commands import check_refused, run, run_json
 
 import headwise
 from headwise import pipelines
@@ -367,14 +367,7 @@ def test_what_does_not_fit_the_model_is_one_clear_line(
     monkeypatch.chdir(trained)
     if content:
         Path(argv[argv.index("--data") + 1]).write_text(content, "utf-8")
-    before = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
-    capsys.readouterr()
-    assert run(*argv) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    (line,) = [line for line in err.splitlines() if line]
-    assert re.search(message, line), line
-    assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == before
+    check_refused(capsys, argv, message, trained)
 
 
 def test_a_model_of_tokens_is_refused(tmp_path: Path, trained: Path) -> None:

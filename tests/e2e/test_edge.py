@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.e2e.commands import run, run_json
+from tests.e2e.commands import check_refused, run, run_json
 from tests.e2e.serving import command, serve, serve_here
 
 import headwise
@@ -184,14 +184,7 @@ def test_misuse_is_one_line_and_writes_nothing(
     monkeypatch.chdir(place)
     for folder in ("taken/report.json", "taken/x.pte.json"):
         Path(folder).mkdir(parents=True, exist_ok=True)
-    before = {path: path.stat().st_mtime_ns for path in place.rglob("*")}
-    capsys.readouterr()
-    assert run(*words.split()) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    (line,) = [line for line in err.splitlines() if line]
-    assert re.search(message, line), line
-    assert {path: path.stat().st_mtime_ns for path in place.rglob("*")} == before
+    check_refused(capsys, words.split(), message, place)
 
 
 def test_a_model_in_preparation_is_not_saved(place: Path, tmp_path: Path) -> None:
